@@ -1,0 +1,1 @@
+"""The command line. Heavy imports happen inside the commands."""

@@ -1,0 +1,1 @@
+"""Perplexity, divergence, drift over long dialogues, number errors, and the report."""

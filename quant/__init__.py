@@ -1,0 +1,1 @@
+"""EAMPQ as pure functions on tensors. Imports nothing of ours, reads no files, prints nothing."""
