@@ -1,0 +1,83 @@
+"""One place that decides who computes: `linear` and `experts`.
+
+Letters: E experts, N out, K in, T tokens, D hidden size, I expert size, A experts a token chooses.
+
+backend: "reference" (plain PyTorch, exact), "cpu" (faster CPU operators), "triton" (GPU). The argument names one call's
+backend, the environment variable GLM5_QUANT_BACKEND overrides it for all, and with neither the input's device decides.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from glm5_quant.kernels import reference
+from glm5_quant.kernels.layout import PackedMatrix
+
+BACKENDS = ("reference", "cpu", "triton")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """x @ W^T + bias. x: float [..., K]; returns [..., N] in x's dtype. ValueError names what does not fit."""
+    if packed.experts is not None:
+        raise ValueError("linear takes one matrix; a stack of experts goes to experts()")
+    _check_input(x_TK, packed.k)
+    choose_backend(x_TK, backend)
+    flat = x_TK.reshape(-1, packed.k)
+    return reference.linear(flat, packed, bias).reshape(*x_TK.shape[:-1], packed.n)
+
+
+def experts(
+    x_TD: Tensor,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    *,
+    activation: str = "silu",
+    backend: str | None = None,
+) -> Tensor:
+    """A routed feed-forward layer: sum over a token's A experts of weight * down(act(gate x) * up x).
+
+    x: float [T, D]; index: integer [T, A], 0..E-1, or E for "no expert"; weight: float [T, A]; gate_up: E x 2I x D with
+    the gate's rows first; down: E x D x I. Returns [T, D] in x's dtype. ValueError names what does not fit.
+    """
+    _check_experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
+    choose_backend(x_TD, backend)
+    return reference.experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
+
+
+def choose_backend(x: Tensor, backend: str | None = None) -> str:
+    """The backend that will compute, by environment, argument, then device."""
+    chosen = os.environ.get("GLM5_QUANT_BACKEND") or backend or "reference"
+    if chosen not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {chosen!r}")
+    return chosen
+
+
+def _check_input(x: Tensor, k: int) -> None:
+    if x.dtype not in FLOATS:
+        raise ValueError(f"input must be float32, float16 or bfloat16, found {x.dtype}")
+    if x.ndim < 1 or x.shape[-1] != k:
+        raise ValueError(f"input has {x.shape[-1] if x.ndim else 0} columns, the packed matrix takes {k}")
+
+
+def _check_experts(
+    x: Tensor, index: Tensor, weight: Tensor, gate_up: PackedMatrix, down: PackedMatrix, activation: str
+) -> None:
+    _check_input(x, gate_up.k)
+    if x.ndim != 2 or index.ndim != 2 or index.shape != weight.shape or index.shape[0] != x.shape[0]:
+        found = f"x {tuple(x.shape)}, index {tuple(index.shape)}, weight {tuple(weight.shape)}"
+        raise ValueError(f"experts takes x [T, D], index [T, A] and weight [T, A], found {found}")
+    if index.is_floating_point() or index.dtype == torch.bool:
+        raise ValueError(f"expert index must be an integer tensor, found {index.dtype}")
+    if gate_up.experts is None or gate_up.experts != down.experts:
+        raise ValueError(f"gate_up and down need the same number of experts, found {gate_up.experts}, {down.experts}")
+    if gate_up.n != 2 * down.k or down.n != gate_up.k:
+        found = f"{gate_up.n} x {gate_up.k} and {down.n} x {down.k}"
+        raise ValueError(f"gate_up must be 2I x D and down D x I, found {found}")
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(reference.ACTIVATIONS)}, found {activation!r}")

@@ -1,0 +1,78 @@
+"""Computing with codes in plain PyTorch, exactly: the values every other backend is judged by.
+
+Letters: E experts, N out, K in, T tokens, D hidden size, I expert size, A experts a token chooses.
+
+Weights are (code - zero) * scale in float32, inputs are widened to float32, sums run in float32 and are rounded once,
+at the end, to the input's dtype. Works on any device; large matrices are widened a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from glm5_quant.kernels.layout import PackedMatrix, Shadow, dequantize, expert, rows
+
+CHUNK_WEIGHTS = 1 << 23
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda value: functional.gelu(value, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
+    """x @ W^T + bias, [T, N] in x's dtype."""
+    return _matmul(x_TK.float(), packed, bias_N).to(x_TK.dtype)
+
+
+def experts(
+    x_TD: Tensor,
+    index_TA: Tensor,
+    weight_TA: Tensor,
+    gate_up: PackedMatrix,
+    down: PackedMatrix,
+    activation: str = "silu",
+) -> Tensor:
+    """Sum of weight * down(act(gate x) * up x) over each token's experts, [T, D]; index E means "no expert"."""
+    count = gate_up.codes.shape[0]
+    x_TD_float = x_TD.float()
+    out_TD = torch.zeros_like(x_TD_float)
+    for e in torch.unique(index_TA).tolist():
+        if e == count:
+            continue
+        if not 0 <= e < count:
+            raise ValueError(f"expert index {e} is outside 0..{count}, where {count} means no expert")
+        token, choice = (index_TA == e).nonzero(as_tuple=True)
+        gate, up = _matmul(x_TD_float[token], expert(gate_up, e)).chunk(2, dim=-1)
+        hidden = ACTIVATIONS[activation](gate) * up
+        part = _matmul(hidden, expert(down, e)) * weight_TA[token, choice, None].float()
+        out_TD.index_add_(0, token, part)
+    return out_TD.to(x_TD.dtype)
+
+
+def shadow_term(x_TK: Tensor, shadow: Shadow) -> Tensor:
+    """What a single matrix's shadow adds to the output, float32 [T, N]."""
+    residual_CN = shadow.residual.float()
+    if shadow.scale is not None:
+        residual_CN = residual_CN * shadow.scale[:, None]
+    return x_TK.float()[:, shadow.columns.long()] @ residual_CN
+
+
+def _matmul(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
+    """float32 in, float32 out."""
+    step = max(1, CHUNK_WEIGHTS // packed.k)
+    if step >= packed.n:
+        out_TN = x_TK @ dequantize(packed).T
+    else:
+        parts = [x_TK @ dequantize(rows(packed, start, start + step)).T for start in range(0, packed.n, step)]
+        out_TN = torch.cat(parts, dim=-1)
+    if packed.shadow is not None:
+        out_TN += shadow_term(x_TK, packed.shadow)
+    if bias_N is not None:
+        out_TN += bias_N.float()
+    return out_TN
