@@ -1,0 +1,151 @@
+"""Rows out of sample files: plain text, JSON lines, JSON, parquet; each of them gzipped too.
+
+Everything is read as UTF-8 whatever the locale says, line ends become "\\n", and a row keeps the number by which a
+person finds it again: the line of a JSON-lines file, the position in a JSON list or parquet table, 1 for a plain text
+file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from glm5_quant.model.errors import UserError
+
+FORMATS = {
+    **dict.fromkeys((".txt", ".text", ".raw", ".tokens", ".md", ".rst", ".py"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".json": "json",
+    ".parquet": "parquet",
+}
+"""Format by suffix; a file without any suffix is plain text."""
+
+# Prose that explains a data set is not part of it: these count only when a user names the file itself.
+NOT_IN_FOLDERS = frozenset({".md", ".rst", ".py"})
+
+Row = tuple[int, Any]
+
+
+def format_of(path: Path) -> str | None:
+    """Format of a file by its name ("text", "jsonl", "json", "parquet"), None where the name says nothing we read."""
+    suffix = _suffix(path)
+    return "text" if suffix == "" else FORMATS.get(suffix)
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Every data file below `folder` in name order, so that the order in which a disk lists files changes nothing."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    return sorted(path for path in found if _suffix(path) in FORMATS and _suffix(path) not in NOT_IN_FOLDERS)
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """Yield (number, value) for each row of a file, lazily where the format allows.
+
+    Raises UserError naming file and line for what cannot be read: other encodings, broken JSON, a cut gzip stream.
+    """
+    readers = {"text": _text_rows, "jsonl": _jsonl_rows, "json": _json_rows, "parquet": _parquet_rows}
+    kind = format_of(path)
+    if kind is None:
+        known = " ".join(sorted(FORMATS))
+        raise UserError(
+            "this kind of file is not read", file=path, found=_suffix(path), expected=f"{known}, each also as .gz"
+        )
+    try:
+        yield from readers[kind](path)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            "not UTF-8 text", file=path, found=f"byte 0x{error.object[error.start]:02x}", hint="Convert it to UTF-8"
+        ) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError("the gzip stream is damaged or cut short", file=path, found=str(error)) from error
+    except OSError as error:
+        raise UserError("cannot be read", file=path, found=error.strerror or str(error)) from error
+
+
+def _suffix(path: Path) -> str:
+    name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return name.suffix.lower()
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _open_text(path: Path) -> IO[str]:
+    # utf-8-sig drops the byte-order mark that editors on Windows put in front.
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
+
+
+def _text_rows(path: Path) -> Iterator[Row]:
+    with _open_text(path) as file:
+        text = file.read()
+    if "\0" in text:
+        raise UserError("holds zero bytes, so it is no text file", file=path)
+    yield 1, text
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with _open_text(path) as file:
+        yield from _parse_lines(file, path)
+
+
+def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(
+                    "not JSON", file=path, item=f"line {number}", found=f"{error.msg} at column {error.colno}"
+                ) from error
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    with _open_text(path) as file:
+        text = file.read()
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise UserError("not JSON", file=path, item=f"line {error.lineno}", found=error.msg) from error
+        # Many data sets call JSON lines ".json".
+        yield from _parse_lines(text.split("\n"), path)
+        return
+    yield from enumerate(_list_in(value), start=1)
+
+
+def _list_in(value: Any) -> list[Any]:
+    """The rows of a JSON document: a list, the only list below one key ({"dev": [...]}), or one row by itself."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        (only,) = value.values()
+        rows = isinstance(only, list) and all(isinstance(row, dict) and "role" not in row for row in only)
+        if rows and not value.keys() & {"messages", "turns", "conversations"}:
+            return list(only)
+    return [value]
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = io.BytesIO(gzip.decompress(path.read_bytes())) if path.suffix.lower() == ".gz" else path
+    number = 0
+    try:
+        with pq.ParquetFile(source) as table:
+            for batch in table.iter_batches(batch_size=256):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield number, value
+    except pa.ArrowException as error:
+        raise UserError("not a readable parquet file", file=path, found=str(error).splitlines()[0]) from error

@@ -1,0 +1,223 @@
+"""Reading sample data: files, folders and hub data sets become rows of text or of chat messages.
+
+`calibrate/` and `eval/` must not know each other, and both read data; so reading stands here. A row is one document.
+Its file and line stay with it, so that every later complaint can name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.hub_texts import hub_rows, looks_like_hub_id
+from glm5_quant.model.text_files import data_files, format_of, rows_of
+from glm5_quant.model.tokenizing import load_tokenizer as load_tokenizer
+
+COLUMNS = ("text", "messages", "conversations", "turns")
+"""Columns looked for where the caller names none; the first one present in a row is taken."""
+
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "text", "value")
+_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_SPLIT_NAMES = {"validation": ("validation", "valid", "dev")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """One document: either `text`, or `messages` [{"role", "content", ...}] for a chat template."""
+
+    file: str
+    line: int
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+
+    @property
+    def where(self) -> str:
+        return f"row {self.line}"
+
+    @property
+    def plain(self) -> str:
+        """The words alone, without roles or template marks."""
+        return self.text if self.text is not None else "\n".join(m["content"] for m in self.messages or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """All usable rows of a source, in order, and what was passed over."""
+
+    source: str
+    rows: tuple[Text, ...]
+    rows_in: int
+    rows_empty: int
+    files: tuple[str, ...]
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def rows_used(self) -> int:
+        return len(self.rows)
+
+
+def read_texts(
+    source: str | Path, *, split: str = "train", column: str | None = None, limit: int | None = None
+) -> Texts:
+    """Read documents from a file, a folder or a hub data set.
+
+    Files: .txt (the whole file is one document), .jsonl, .json, .parquet, each also as .gz. A folder gives its data
+    files in name order; where some of them are named after `split`, only those. A name that is no path is asked for
+    as a hub data set (`owner/name` or `owner/name:config`) in that split.
+
+    Rows hold `text`, or a dialogue in `messages`, `conversations` or `turns` ({role|from|speaker, content|text|value});
+    turns with a `speaker` but no role become a transcript, since a chat template knows no speakers. `column` names
+    another column. Empty rows are counted and passed over. `limit` stops after that many usable rows.
+
+    Raises UserError naming the file, the columns found and those expected.
+    """
+    name = str(source)
+    if limit is not None and limit < 1:
+        raise UserError("limit must be at least 1", found=limit)
+    rows, rows_in, rows_empty, files = [], 0, 0, dict[str, None]()
+    for file, line, value in _raw_rows(name, split):
+        files[file] = None
+        rows_in += 1
+        document = _document(value, column, file, line)
+        if document is None:
+            rows_empty += 1
+            continue
+        rows.append(document)
+        if limit is not None and len(rows) >= limit:
+            break
+    if not rows:
+        raise UserError(
+            "no usable rows",
+            file=name,
+            found=f"{rows_in} rows, all of them empty" if rows_in else "nothing: it is empty",
+            expected="at least one row with text",
+        )
+    return Texts(
+        source=name,
+        rows=tuple(rows),
+        rows_in=rows_in,
+        rows_empty=rows_empty,
+        files=tuple(files),
+        warnings=_warnings(name, rows, rows_in, rows_empty),
+    )
+
+
+def _warnings(name: str, rows: list[Text], rows_in: int, rows_empty: int) -> tuple[str, ...]:
+    found = []
+    if len(rows) == 1 and format_of(Path(rows[0].file)) != "text":
+        found.append(f"{name}: only one usable row")
+    if rows_empty:
+        found.append(f"{name}: {rows_empty} of {rows_in} rows are empty and were passed over")
+    return tuple(found)
+
+
+def _raw_rows(name: str, split: str) -> Iterator[tuple[str, int, Any]]:
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        for file in _folder_files(path, split):
+            yield from ((str(file), line, value) for line, value in rows_of(file))
+    elif name and path.exists():
+        yield from ((str(path), line, value) for line, value in rows_of(path))
+    elif looks_like_hub_id(name) and format_of(path) in (None, "text"):
+        yield from ((name, line, value) for line, value in hub_rows(name, split))
+    else:
+        raise UserError("no such file or folder", file=name or "''", expected="a file, a folder or a hub data set id")
+
+
+def _folder_files(folder: Path, split: str) -> list[Path]:
+    files = data_files(folder)
+    if not files:
+        here = sorted(path.name for path in folder.iterdir())[:8]
+        raise UserError(
+            "no data file in this folder",
+            file=folder,
+            found=", ".join(here) or "nothing",
+            expected=".txt, .jsonl, .json or .parquet, each also as .gz",
+        )
+    words = _SPLIT_NAMES.get(split, (split,))
+    named = [file for file in files if _split_word(file.relative_to(folder)) in words]
+    return named or files
+
+
+def _split_word(path: Path) -> str | None:
+    """The split a path names in its folders or at a word border of its file name, if any."""
+    words = [*path.parts[:-1], *path.name.replace("-", ".").replace("_", ".").split(".")]
+    return next((word for word in words if word in ("train", "validation", "valid", "dev", "test")), None)
+
+
+def _document(value: Any, column: str | None, file: str, line: int) -> Text | None:
+    """One row as a document, None if it is empty."""
+    if isinstance(value, Mapping):
+        value = _cell(value, column, file, line)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return Text(file=file, line=line, text=value) if value.strip() else None
+    if isinstance(value, list):
+        return _dialogue(value, file, line)
+    raise UserError(
+        "neither text nor messages",
+        file=file,
+        item=f"row {line}",
+        found=type(value).__name__,
+        expected="a string or a list of messages",
+    )
+
+
+def _cell(row: Mapping[str, Any], column: str | None, file: str, line: int) -> Any:
+    wanted = COLUMNS if column is None else (column,)
+    for name in wanted:
+        if name in row:
+            return row[name]
+    alike = next((name for name in row if name.lower() in wanted), None)
+    raise UserError(
+        "no such column" if column else "no column with text",
+        file=file,
+        item=f"row {line}",
+        found="columns " + ", ".join(map(str, row)) if row else "a row without columns",
+        expected=" or ".join(wanted),
+        hint=f'Rename the column "{alike}" to "{alike.lower()}"' if alike else None,
+    )
+
+
+def _dialogue(turns: list[Any], file: str, line: int) -> Text | None:
+    messages = [_message(turn, file, line) for turn in turns]
+    if not any(message["content"].strip() or len(message) > 2 for message in messages):
+        return None
+    if any("speaker" in turn and "role" not in turn for turn in turns):
+        return Text(file=file, line=line, text="\n".join(f"{m['role']}: {m['content']}" for m in messages))
+    return Text(file=file, line=line, messages=tuple(messages))
+
+
+def _message(turn: Any, file: str, line: int) -> dict[str, Any]:
+    role_key = next((key for key in _ROLE_KEYS if isinstance(turn, Mapping) and key in turn), None)
+    content_key = next((key for key in _CONTENT_KEYS if isinstance(turn, Mapping) and key in turn), None)
+    if role_key is None or content_key is None:
+        raise UserError(
+            "not a message",
+            file=file,
+            item=f"row {line}",
+            found=f"keys {', '.join(map(str, turn))}" if isinstance(turn, Mapping) else type(turn).__name__,
+            expected="role and content (or role|speaker and text)",
+        )
+    rest = {key: value for key, value in turn.items() if key not in (role_key, content_key) and value is not None}
+    role = str(turn[role_key])
+    return {"role": _ROLES.get(role, role), "content": _content(turn[content_key], file, line), **rest}
+
+
+def _content(value: Any, file: str, line: int) -> str:
+    """Content as one string; a list of parts (the form of multi-modal chats) must hold text parts only."""
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value
+    ):
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise UserError(
+            "message content is no text", file=file, item=f"row {line}", found=type(value).__name__, expected="a string"
+        )
+    return value

@@ -1,0 +1,84 @@
+"""Tokenizers: load one from a model folder without running its code, and turn a document into ids with one prefix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from glm5_quant.model.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from glm5_quant.model.texts import Text
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model")
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder; Python files in the folder are never run.
+
+    Model types that `transformers` does not know are served by their tokenizer.json alone.
+    Raises UserError if the folder has no tokenizer or it cannot be read.
+    """
+    import transformers
+
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise UserError("no such folder", file=path, expected="a model folder with a tokenizer")
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError("no tokenizer in this folder", file=path, expected=" or ".join(_TOKENIZER_FILES))
+    quiet: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, **quiet)
+    except Exception as error:
+        first = error
+    if (path / "tokenizer.json").is_file():
+        try:
+            return transformers.PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            first = error
+    found = f"{type(first).__name__}: {(str(first).strip().splitlines() or [''])[0]}"
+    raise UserError("the tokenizer cannot be loaded", file=path, found=found) from first
+
+
+def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids that the tokenizer itself puts before and after a plain text: BOS, `[gMASK]<sop>`, EOS, or nothing."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    full = tokenizer("a", verbose=False)["input_ids"]
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return list(full[:start]), list(full[start + len(bare) :])
+    return [], []
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, document: Text) -> list[int]:
+    """Ids of one document: the tokenizer's own prefix exactly once, then the text or the rendered messages.
+
+    A template (or a text that was rendered earlier) may write the prefix itself; it is then not added a second time.
+    Plain texts also get the tokenizer's own suffix; rendered messages end as the template ends them.
+    Raises UserError naming file and row if messages meet a tokenizer without a usable chat template.
+    """
+    prefix, suffix = affixes(tokenizer)
+    text = document.text if document.messages is None else _render(tokenizer, document)
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if document.messages is not None or (suffix and ids[-len(suffix) :] == suffix):
+        suffix = []
+    return ids + suffix if ids[: len(prefix)] == prefix else prefix + ids + suffix
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, document: Text) -> str:
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the row holds messages, but the tokenizer has no chat template",
+            file=document.file,
+            item=document.where,
+            expected="a text column, or a tokenizer with chat_template",
+            hint="Render the messages to text beforehand, or add chat_template.jinja to the model folder",
+        )
+    try:
+        return str(tokenizer.apply_chat_template([dict(m) for m in document.messages or ()], tokenize=False))
+    except Exception as error:  # a template is a program: it may raise anything
+        raise UserError(
+            "the chat template refuses these messages", file=document.file, item=document.where, found=str(error)
+        ) from error

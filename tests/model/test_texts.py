@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support_paths import shared
+
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.texts import Texts, read_texts
+
+
+def _lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _words(texts: Texts) -> list[str]:
+    return [row.plain for row in texts.rows]
+
+
+def test_a_text_file_is_one_document_plain_and_gzipped_alike(tmp_path: Path) -> None:
+    plain, zipped = tmp_path / "a.txt", tmp_path / "b.txt.gz"
+    plain.write_bytes("first\r\n\r\n第二行\n".encode())
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    assert _words(read_texts(plain)) == _words(read_texts(str(zipped))) == ["first\n\n第二行\n"]
+
+
+def test_json_lines_keep_their_line_numbers_and_count_empty_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "  "}\n{"text": null}\n{"text": "two"}\n', encoding="utf-8")
+    texts = read_texts(path)
+    assert [(row.line, row.text) for row in texts.rows] == [(1, "one"), (5, "two")]
+    assert (texts.rows_in, texts.rows_used, texts.rows_empty) == (4, 2, 2)
+    assert "2 of 4 rows are empty" in texts.warnings[0]
+
+
+def test_a_line_separator_inside_a_json_string_does_not_end_the_row(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", {"text": "before\u2028after"}, {"text": "next"})
+    assert _words(read_texts(path)) == ["before\u2028after", "next"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "one"}, {"text": "two"}]',
+        '{"dev": [{"text": "one"}, {"text": "two"}]}',
+        '["one", "two"]',
+        '{"text": "one"}\n{"text": "two"}\n',
+        '\ufeff[{"text": "one"}, {"text": "two"}]',
+    ],
+    ids=["list", "list below one key", "strings", "json lines called .json", "byte-order mark"],
+)
+def test_json_files_give_their_rows_in_every_common_shape(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    assert _words(read_texts(path)) == ["one", "two"]
+
+
+def test_a_json_file_with_one_dialogue_is_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}', encoding="utf-8")
+    (row,) = read_texts(path).rows
+    assert row.messages == ({"role": "user", "content": "hi"},)
+
+
+def test_parquet_rows_come_out_plain_and_gzipped(tmp_path: Path) -> None:
+    rows = [{"text": f"row {i}"} for i in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet.gz").write_bytes(gzip.compress((tmp_path / "a.parquet").read_bytes()))
+    for name in ("a.parquet", "b.parquet.gz"):
+        texts = read_texts(tmp_path / name)
+        assert [row.line for row in texts.rows] == list(range(1, 601))
+        assert texts.rows[599].text == "row 599"
+
+
+def test_parquet_messages_drop_the_null_keys_that_the_table_adds(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "hi", "name": None}, {"role": "tool", "content": "1", "name": "f"}]}
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (row,) = read_texts(tmp_path / "a.parquet").rows
+    assert row.messages == ({"role": "user", "content": "hi"}, {"role": "tool", "content": "1", "name": "f"})
+
+
+def test_messages_turns_and_conversations_become_the_same_dialogue(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path / "a.jsonl",
+        {"messages": [{"role": "user", "content": "问"}, {"role": "assistant", "content": "答"}]},
+        {"turns": [{"role": "user", "text": "问"}, {"role": "assistant", "text": "答"}]},
+        {"conversations": [{"from": "human", "value": "问"}, {"from": "gpt", "value": "答"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "问"}]},
+                {"role": "assistant", "content": "答"},
+            ]
+        },
+    )
+    dialogues = []
+    for row in read_texts(path).rows:
+        assert row.messages is not None
+        dialogues.append([(message["role"], message["content"]) for message in row.messages])
+    assert dialogues == [[("user", "问"), ("assistant", "答")]] * 4
+
+
+def test_turns_of_named_speakers_become_a_transcript(tmp_path: Path) -> None:
+    path = _lines(
+        tmp_path / "a.jsonl", {"turns": [{"speaker": "MATT", "text": "Hello."}, {"speaker": "SAM", "text": "Hi."}]}
+    )
+    assert read_texts(path).rows[0].text == "MATT: Hello.\nSAM: Hi."
+
+
+def test_a_folder_is_read_in_name_order_without_readme_and_hidden_files(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "README.md", ".hidden.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "sub").mkdir()
+    _lines(tmp_path / "sub" / "c.jsonl", {"text": "c"})
+    texts = read_texts(tmp_path)
+    assert _words(texts) == ["a.txt", "b.txt", "c"]
+    assert [Path(file).name for file in texts.files] == ["a.txt", "b.txt", "c.jsonl"]
+
+
+def test_a_folder_laid_out_by_splits_gives_only_the_split_asked_for(tmp_path: Path) -> None:
+    for name in ("train-00000.txt", "test-00000.txt", "valid.txt"):
+        (tmp_path / name).write_text(name)
+    assert _words(read_texts(tmp_path)) == ["train-00000.txt"]
+    assert _words(read_texts(tmp_path, split="test")) == ["test-00000.txt"]
+    assert _words(read_texts(tmp_path, split="validation")) == ["valid.txt"]
+
+
+def test_limit_stops_after_that_many_usable_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n{"text": "one"}\n{"text": "two"}\nnot json\n')
+    texts = read_texts(path, limit=2)
+    assert _words(texts) == ["one", "two"]
+    with pytest.raises(UserError, match="limit must be at least 1"):
+        read_texts(path, limit=0)
+
+
+def test_a_named_column_is_read_instead_of_the_usual_ones(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", {"text": "no", "body": "yes"})
+    assert _words(read_texts(path, column="body")) == ["yes"]
+
+
+def test_one_usable_row_works_and_is_warned_about(tmp_path: Path) -> None:
+    texts = read_texts(_lines(tmp_path / "a.jsonl", {"text": "alone"}))
+    assert texts.rows_used == 1
+    assert "only one usable row" in texts.warnings[0]
+
+
+def test_a_wrong_column_names_file_row_columns_found_and_expected(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", {"TEXT": "x", "id": 1})
+    with pytest.raises(UserError) as caught:
+        read_texts(path)
+    message = str(caught.value)
+    for part in ("a.jsonl", "row 1", "TEXT, id", "text or messages", 'Rename the column "TEXT" to "text"'):
+        assert part in message
+    with pytest.raises(UserError, match="no such column; found columns TEXT, id; expected body"):
+        read_texts(path, column="body")
+
+
+BAD_FILES = {
+    "an empty file": ("a.jsonl", b"", "no usable rows; found nothing: it is empty"),
+    "an empty json file": ("a.json", b"", "no usable rows"),
+    "an empty text file": ("a.txt", b"", "no usable rows; found 1 rows, all of them empty"),
+    "only empty rows": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', "found 2 rows, all of them empty"),
+    "empty messages": ("a.jsonl", b'{"messages": []}\n', "no usable rows"),
+    "broken JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+    "broken JSON list": ("a.json", b'[{"text": "a"},\n{]', "line 2: not JSON"),
+    "another encoding": ("a.txt", "Käse".encode("latin-1"), "not UTF-8 text; found byte 0xe4"),
+    "a binary file": ("a.txt", b"ab\0cd", "holds zero bytes"),
+    "a cut gzip stream": ("a.txt.gz", gzip.compress(b"hello " * 1000)[:-20], "gzip stream is damaged or cut short"),
+    "a false gzip file": ("a.txt.gz", b"hello", "gzip stream is damaged or cut short"),
+    "an unknown kind": ("a.csv", b"text\nx\n", "this kind of file is not read; found .csv; expected .json"),
+    "a false parquet file": ("a.parquet", b"hello, hello, hello", "not a readable parquet file"),
+    "a number for a text": ("a.jsonl", b'{"text": 5}\n', "row 1: neither text nor messages; found int"),
+    "a message without role": (
+        "a.jsonl",
+        b'{"messages": [{"content": "x"}]}\n',
+        "row 1: not a message; found keys content",
+    ),
+    "turns that are bare strings": ("a.jsonl", b'{"turns": ["x", "y"]}\n', "not a message; found str"),
+    "an image in a message": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
+        "message content is no text; found list",
+    ),
+    "a row without columns": ("a.jsonl", b"{}\n", "found a row without columns"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_unreadable_data_give_one_message_that_names_the_file(tmp_path: Path, case: str) -> None:
+    name, content, message = BAD_FILES[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_texts(tmp_path / name)
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["", "missing.jsonl", "./missing", "/no/such/folder", "data/c4.jsonl.gz"])
+def test_a_missing_path_is_said_to_be_missing(source: str) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        read_texts(source)
+
+
+def test_a_folder_without_data_files_says_what_it_found(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no data file in this folder; found model\.safetensors; expected \.txt"):
+        read_texts(tmp_path)
+
+
+def test_a_file_without_read_permission_is_reported_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.symlink_to(tmp_path / "b.txt")
+    (tmp_path / "b.txt").mkdir()
+    (tmp_path / "b.txt" / "c.txt").write_text("x")
+    assert read_texts(path).rows_used == 1  # a link to a folder is that folder
+    loop = tmp_path / "loop.txt"
+    loop.symlink_to(loop)
+    with pytest.raises(UserError, match=r"loop\.txt"):
+        read_texts(loop)
+
+
+def test_a_hub_data_set_that_cannot_be_fetched_gives_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def offline(*args: object, **kwargs: object) -> object:
+        raise ConnectionError("Couldn't reach 'owner/data' on the Hub\nlong tail")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(UserError) as caught:
+        read_texts("owner/data")
+    assert "owner/data: neither a path here nor a data set that could be fetched (split train)" in str(caught.value)
+    assert "pass the folder" in str(caught.value)
+    assert "long tail" not in str(caught.value)
+
+
+def test_a_hub_data_set_gives_its_rows_with_config_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(repo: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((repo, config, split))
+        return [{"text": "one"}, {"text": ""}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    texts = read_texts("owner/data:raw-v1", split="test")
+    assert _words(texts) == ["one"]
+    assert asked == [("owner/data", "raw-v1", "test")]
+
+
+def test_chinese_json_lines_are_read_as_utf8_in_the_c_locale(tmp_path: Path) -> None:
+    path = _lines(tmp_path / "a.jsonl", {"text": "下限不低于 5%"})
+    code = f"from glm5_quant.model.texts import read_texts; print(ascii(read_texts({str(path)!r}).rows[0].text))"
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shown = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == ascii("下限不低于 5%")
+
+
+@pytest.mark.parametrize(
+    ("relative", "rows"),
+    [
+        ("data/c4-sample/c4_en_sample.jsonl.gz", 1480),
+        ("data/zh-wiki-cmrc2018/cmrc2018_dev_paragraphs.jsonl.gz", 848),
+        ("data/wikitext2/wiki.test.raw.gz", 1),
+        ("data/dialogs/long_sessions_200plus.jsonl.gz", 35),
+        ("data/dialogs/crd3_4_episodes.jsonl.gz", 4),
+        ("data/dialogs/sgd_banks_payment.jsonl.gz", 1010),
+    ],
+)
+def test_the_real_data_sets_are_read_whole(relative: str, rows: int) -> None:
+    assert read_texts(shared(relative)).rows_used == rows
