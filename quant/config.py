@@ -1,0 +1,92 @@
+"""Settings of EAMPQ: one frozen dataclass, checked where it is made, and the three presets built from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Rotation = Literal["none", "folded", "full"]
+Activations = Literal["none", "int8", "int4-channel", "int4-block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What to do to every matrix. Each ingredient has its own switch; a bad value raises ValueError naming the field.
+
+    group_size        columns of one row that share a scale and a zero-point
+    symmetric         zero-point fixed at 8 (for readers that know no zero-points)
+    weighted_grid     grids minimise the error weighted by diag H; off: unweighted error
+    error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
+    damp              share of the mean diagonal of H added to its diagonal
+    shrink            H <- (1 - r) H + r diag H with r = n / (n + 2 N_eff)
+    pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
+    alphas            candidate strengths of the target correction toward the source stream; () = off
+    target_delta      share of the mean diagonal of H added before its inverse in that correction
+    rotation          64-point Hadamard on input channels: nowhere, where it folds into weights, or everywhere
+    activations       number format of activations at run time
+    shadow_budget     bytes of the FP16 residuals, as a share of the FP16 bytes of the experts
+    shadow_dtype      format of the residual columns
+    numeric_weight    lam of the token weight c^p * (1 + lam * numeric)
+    routing_exponent  p of that weight
+    descent_sweeps    sweeps of coordinate descent over the codes after error feedback
+    refit_scales      one least-squares refit of the scales with codes fixed, after rounding
+    compensation      add gamma * predicted residual to layer outputs
+    """
+
+    group_size: int = 64
+    symmetric: bool = False
+    weighted_grid: bool = True
+    error_feedback: bool = True
+    damp: float = 0.01
+    shrink: bool = True
+    pool_kappa: float = 0.0
+    alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    target_delta: float = 0.1
+    rotation: Rotation = "none"
+    activations: Activations = "none"
+    shadow_budget: float = 0.003
+    shadow_dtype: Literal["float16", "int8"] = "float16"
+    numeric_weight: float = 2.0
+    routing_exponent: int = 1
+    descent_sweeps: int = 0
+    refit_scales: bool = False
+    compensation: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.group_size >= 8 and self.group_size % 8 == 0, "group_size", self.group_size, "a multiple of 8")
+        _require(_finite(self.damp, 0.0), "damp", self.damp, "a finite number of at least 0")
+        _require(_finite(self.pool_kappa, 0.0), "pool_kappa", self.pool_kappa, "a finite number of at least 0")
+        _require(all(_finite(a, 0.0, 1.0) for a in self.alphas), "alphas", self.alphas, "numbers from 0 to 1")
+        _require(_finite(self.target_delta, 0.0), "target_delta", self.target_delta, "a finite number of at least 0")
+        _require(self.rotation in get_args(Rotation), "rotation", self.rotation, "none, folded or full")
+        _require(
+            self.activations in get_args(Activations),
+            "activations",
+            self.activations,
+            "none, int8, int4-channel or int4-block",
+        )
+        _require(_finite(self.shadow_budget, 0.0, 1.0), "shadow_budget", self.shadow_budget, "a share from 0 to 1")
+        _require(self.shadow_dtype in ("float16", "int8"), "shadow_dtype", self.shadow_dtype, "float16 or int8")
+        _require(_finite(self.numeric_weight, 0.0), "numeric_weight", self.numeric_weight, "a finite number, 0 or more")
+        _require(self.routing_exponent in (0, 1, 2), "routing_exponent", self.routing_exponent, "0, 1 or 2")
+        _require(0 <= self.descent_sweeps <= 16, "descent_sweeps", self.descent_sweeps, "0 to 16")
+
+
+def _finite(value: float, low: float, high: float = math.inf) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+def _require(good: bool, field: str, value: object, expected: str) -> None:
+    if not good:
+        raise ValueError(f"{field} is {value!r}, expected {expected}")
+
+
+PRESETS: dict[str, QuantConfig] = {
+    # One pass for diag H: the grid alone closes almost half the gap.
+    "fast": QuantConfig(
+        error_feedback=False, shrink=False, alphas=(), shadow_budget=0.0, compensation=False, numeric_weight=0.0
+    ),
+    "default": QuantConfig(),
+    "high": QuantConfig(rotation="full", descent_sweeps=2, refit_scales=True),
+}

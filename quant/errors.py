@@ -1,0 +1,33 @@
+"""Errors under second moments: the quadratic forms every choice in quant/ is judged by.
+
+Dimensions: ... leading batch (experts), N out, K in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def quadratic_rows(delta_NK: Tensor, hessian_KK: Tensor) -> Tensor:
+    """d H d^T of each row d, float32 [..., N]: that row's mean squared output error over the tokens behind H."""
+    return ((delta_NK @ hessian_KK) * delta_NK).sum(-1)
+
+
+def relative_error(weight_NK: Tensor, other_NK: Tensor, hessian_KK: Tensor) -> Tensor:
+    """tr(E H E^T) / tr(W H W^T) with E = W - other, float32 [...]; 0 where the weight is all zero and unchanged."""
+    weight = weight_NK.float()
+    lost = quadratic_rows(weight - other_NK.float(), hessian_KK).sum(-1, dtype=torch.float64)
+    whole = quadratic_rows(weight, hessian_KK).sum(-1, dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    return torch.where(whole > 0, lost / whole.clamp(min=tiny), (lost > 0).double()).clamp(min=0).float()
+
+
+def stream_error(weight_NK: Tensor, other_NK: Tensor, moments: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """E|W x - W^ x~|^2 / E|W x|^2 from (mean x x^T, C = mean x x~^T, H = mean x~ x~^T), float32 [...]."""
+    source_KK, cross_KK, hessian_KK = moments
+    weight, other = weight_NK.float(), other_NK.float()
+    whole = quadratic_rows(weight, source_KK).sum(-1, dtype=torch.float64)
+    mixed = ((weight @ cross_KK) * other).sum((-1, -2), dtype=torch.float64)
+    lost = whole - 2.0 * mixed + quadratic_rows(other, hessian_KK).sum(-1, dtype=torch.float64)
+    return (lost.clamp(min=0) / whole.clamp(min=torch.finfo(torch.float64).tiny)).float()

@@ -1,0 +1,188 @@
+"""Rounding with error feedback on static grids: the solver that turns a matrix and its statistics into codes.
+
+Dimensions: E leading batch (experts), N out, K in, B blocks. Inside, matrices are held transposed, [E, K, N], so that
+one input column is one contiguous row of memory.
+
+Error feedback is GPTQ (Frantar et al., arXiv 2210.17323) in the form QuIP gives it (arXiv 2307.13304, LDLQ): with
+H = M D M^T, M unit upper triangular, column k is rounded after adding sum_{i<k} (w_i - w^_i) M[i, k]. Same codes as
+GPTQ's Cholesky of the inverse, but one factorization of H and no inverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5_quant.quant.config import QuantConfig
+from glm5_quant.quant.descent import descend, refit_scales
+from glm5_quant.quant.errors import quadratic_rows, relative_error
+from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
+from glm5_quant.quant.statistics import shrink
+
+BATCH_COLUMNS = 128
+# Rank-1 updates reach only this far; the rest of a batch is updated by small matmuls.
+SUB_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class Solved:
+    """codes uint8 [..., N, K], their grid, error = tr(E H E^T) / tr(W H W^T) as float32 [...] (0-d for one matrix)."""
+
+    codes: Tensor
+    grid: Grid
+    error: Tensor
+
+
+def solve(
+    weight_NK: Tensor,
+    hessian_KK: Tensor,
+    config: QuantConfig,
+    *,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    n_eff: float | Tensor | None = None,
+    grid: Grid | None = None,
+) -> Solved:
+    """Grid and codes of least error under H for one matrix or a stack of experts.
+
+    weight_NK: [..., N, K] target weights. hessian_KK: [..., K, K] second moments of the inputs (statistics.Moments).
+    n_eff: effective tokens behind H, for shrinkage ([...] tensor for a stack); None = H is taken as it is.
+    grid: use this one instead of searching. Never fails on a singular H; an H of zeros counts as the identity.
+    Raises ValueError for non-finite input or shapes that do not fit.
+    """
+    weight = weight_NK.float()
+    k = weight.shape[-1]
+    if hessian_KK.shape != (*weight.shape[:-2], k, k):
+        raise ValueError(f"H of shape {tuple(hessian_KK.shape)} does not fit a weight of {tuple(weight.shape)}")
+    if not bool(torch.isfinite(hessian_KK).all()):
+        raise ValueError("H holds NaN or infinite values")
+    plain_KK = usable_hessian(hessian_KK.float())
+    trusted_KK = plain_KK
+    if config.shrink and n_eff is not None:
+        trusted_KK = shrink(plain_KK, n_eff)
+    if grid is None:
+        grid = choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
+    codes = error_feedback(weight, trusted_KK, grid, config.damp) if config.error_feedback else quantize(weight, grid)
+    for sweep in range(config.descent_sweeps):
+        if config.refit_scales and sweep == 0:
+            grid = refit_scales(weight, trusted_KK, codes, grid, scale_dtype)
+        codes = descend(weight, trusted_KK, codes, grid)
+    return Solved(codes=codes, grid=grid, error=relative_error(weight, dequantize(codes, grid), plain_KK))
+
+
+def usable_hessian(hessian_KK: Tensor) -> Tensor:
+    """H with negative diagonal noise removed; a matrix whose diagonal is all zero becomes the identity."""
+    diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
+    empty = (diagonal <= 0).all(-1)
+    if not bool(empty.any()) and bool((diagonal >= 0).all()):
+        return hessian_KK
+    eye = torch.eye(hessian_KK.shape[-1], device=hessian_KK.device)
+    fixed = torch.where(empty[..., None, None], eye, hessian_KK)
+    fixed.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+    return fixed
+
+
+def choose_grid(weight_NK: Tensor, hessian_KK: Tensor, config: QuantConfig, *, scale_dtype: torch.dtype) -> Grid:
+    """The grid weighted by diag H, or per row the unweighted one where that has the smaller full quadratic error."""
+    shape = {"group_size": config.group_size, "symmetric": config.symmetric}
+    plain = search_grid(weight_NK, None, **shape, scale_dtype=scale_dtype)  # type: ignore[arg-type]
+    if not config.weighted_grid:
+        return plain
+    diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
+    importance = diagonal + config.damp * diagonal.mean(-1, keepdim=True)
+    weighted = search_grid(weight_NK, importance, **shape, scale_dtype=scale_dtype)  # type: ignore[arg-type]
+    errors = [
+        quadratic_rows(weight_NK - dequantize(quantize(weight_NK, one), one), hessian_KK) for one in (weighted, plain)
+    ]
+    return weighted.rows(errors[0] <= errors[1], plain)
+
+
+def error_feedback(weight_NK: Tensor, hessian_KK: Tensor, grid: Grid, damp: float) -> Tensor:
+    """Codes uint8 [..., N, K] by error feedback in descending order of diag H (stable), on the given static grid."""
+    batch, (n, k) = weight_NK.shape[:-2], weight_NK.shape[-2:]
+    weight_ENK, hessian_EKK = weight_NK.reshape(-1, n, k), hessian_KK.reshape(-1, k, k)
+    order_EK = torch.sort(hessian_EKK.diagonal(dim1=-2, dim2=-1), dim=-1, descending=True, stable=True).indices
+    permuted_EKK = hessian_EKK.gather(1, order_EK[:, :, None].expand(-1, -1, k))
+    permuted_EKK = permuted_EKK.gather(2, order_EK[:, None, :].expand(-1, k, -1))
+    unit_EKK = unit_upper_factor(permuted_EKK, damp)
+
+    def columns(per_weight_NK: Tensor) -> Tensor:
+        rows_first = order_EK[:, :, None].expand(-1, -1, n)
+        return per_weight_NK.reshape(-1, n, k).transpose(1, 2).gather(1, rows_first)
+
+    zero = expand(grid.zero, grid, k).float()
+    live = expand(to_blocks(weight_NK, grid.group_size).abs().amax(-1) > 0, grid, k)
+    scale_EKN = columns(expand(grid.scale, grid, k))
+    # Feedback must not leak into blocks of zeros: their codes are pinned to the zero-point.
+    low_EKN, high_EKN = columns(-zero * live), columns((MAX_CODE - zero) * live)
+    steps_EKN = _feed_back(columns(weight_ENK), unit_EKK, scale_EKN, low_EKN, high_EKN)
+    steps_EKN = torch.empty_like(steps_EKN).scatter_(1, order_EK[:, :, None].expand(-1, -1, n), steps_EKN)
+    codes = steps_EKN.transpose(1, 2).reshape(*batch, n, k) + zero
+    return codes.to(torch.uint8)
+
+
+def unit_upper_factor(hessian_EKK: Tensor, damp: float) -> Tensor:
+    """M of H + lambda I = M D M^T, unit upper triangular, float32 [E, K, K]; lambda = damp * mean diag H.
+
+    float32 first; what does not factor is tried in float64, then with ten times the damping until it does.
+    """
+    mean_E = hessian_EKK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    reversed_EKK = hessian_EKK.flip(-1, -2)
+    scaled = _damped(reversed_EKK / mean_E[:, None, None], damp)
+    factor_EKK, info_E = torch.linalg.cholesky_ex(scaled)
+    for bad in torch.nonzero((info_E != 0) | ~torch.isfinite(factor_EKK).flatten(1).all(1)).flatten().tolist():
+        factor_EKK[bad] = _stubborn_factor(reversed_EKK[bad].double() / mean_E[bad].double(), max(damp, 1e-6))
+    factor_EKK = factor_EKK / factor_EKK.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    unit_EKK: Tensor = factor_EKK.flip(-1, -2).contiguous()
+    return unit_EKK
+
+
+def _damped(hessian: Tensor, amount: float) -> Tensor:
+    result = hessian.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(amount)
+    return result
+
+
+def _stubborn_factor(hessian_KK: Tensor, damp: float) -> Tensor:
+    while True:
+        factor_KK, info = torch.linalg.cholesky_ex(_damped(hessian_KK, damp))
+        if int(info) == 0:
+            found_KK: Tensor = factor_KK.float()
+            return found_KK
+        damp *= 10.0
+
+
+def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN: Tensor, high_EKN: Tensor) -> Tensor:
+    """Step counts (code - zero) as float32 [E, K, N], column after column.
+
+    A rounding error is carried to the next columns at three ranges: within 16 columns at once, within 128 by a small
+    matmul, beyond by one large matmul (the lazy batches of GPTQ).
+    """
+    k = weight_EKN.shape[1]
+    adjusted_EKN = weight_EKN.clone()
+    error_EKN, steps_EKN = torch.empty_like(weight_EKN), torch.empty_like(weight_EKN)
+    for start in range(0, k, BATCH_COLUMNS):
+        stop = min(start + BATCH_COLUMNS, k)
+        for sub in range(start, stop, SUB_COLUMNS):
+            end = min(sub + SUB_COLUMNS, stop)
+            for j in range(sub, end):
+                scale_EN = scale_EKN[:, j]
+                steps_EN = torch.clamp((adjusted_EKN[:, j] / scale_EN).round_(), low_EKN[:, j], high_EKN[:, j])
+                steps_EKN[:, j] = steps_EN
+                error_EN = torch.addcmul(weight_EKN[:, j], steps_EN, scale_EN, value=-1.0)
+                error_EKN[:, j] = error_EN
+                if j + 1 < end:
+                    adjusted_EKN[:, j + 1 : end].addcmul_(unit_EKK[:, j, j + 1 : end, None], error_EN[:, None])
+            _carry(adjusted_EKN, error_EKN, unit_EKK, (sub, end, stop))
+        _carry(adjusted_EKN, error_EKN, unit_EKK, (start, stop, k))
+    return steps_EKN
+
+
+def _carry(adjusted_EKN: Tensor, error_EKN: Tensor, unit_EKK: Tensor, bounds: tuple[int, int, int]) -> None:
+    """Add the errors of columns first..last to columns last..until."""
+    first, last, until = bounds
+    if last < until:
+        adjusted_EKN[:, last:until].baddbmm_(
+            unit_EKK[:, first:last, last:until].transpose(1, 2), error_EKN[:, first:last]
+        )

@@ -1,0 +1,125 @@
+"""Second moments of a layer's inputs, and what to do when there are few tokens behind them (EAMPQ steps 1 and 2).
+
+Dimensions: T tokens, K input channels.
+H = sum_t w_t x~_t x~_t^T / sum_t w_t over the quantized stream x~; C = sum_t w_t x_t x~_t^T / sum_t w_t with the source
+stream x. Sums are kept in float32; chunk sizes are fixed, so results do not depend on how the caller batches memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 1024
+# Only tiles on and above the diagonal are computed; 192 is wide enough for full matmul speed.
+TILE = 192
+
+
+def accumulate(hessian_KK: Tensor, x_TK: Tensor, weight_T: Tensor | None = None) -> None:
+    """hessian += sum_t w_t x_t x_t^T, in place, **tiles on and above the diagonal only** (see `symmetric`).
+
+    hessian_KK float32; x_TK any floating dtype; weight_T [T] at least 0, or None for ones.
+    """
+    k = hessian_KK.shape[-1]
+    for start in range(0, x_TK.shape[0], CHUNK_TOKENS):
+        x = x_TK[start : start + CHUNK_TOKENS].float()
+        left = x if weight_T is None else x * weight_T[start : start + CHUNK_TOKENS, None].float()
+        for tile in range(0, k, TILE):
+            hessian_KK[tile : tile + TILE, tile:].addmm_(left[:, tile : tile + TILE].T, x[:, tile:])
+
+
+def accumulate_cross(cross_KK: Tensor, source_TK: Tensor, x_TK: Tensor, weight_T: Tensor | None = None) -> None:
+    """cross += sum_t w_t source_t x_t^T, in place, float32."""
+    for start in range(0, x_TK.shape[0], CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        left = source_TK[part].float()
+        if weight_T is not None:
+            left = left * weight_T[part, None].float()
+        cross_KK.addmm_(left.T, x_TK[part].float())
+
+
+def symmetric(upper_KK: Tensor) -> Tensor:
+    """The whole matrix of sums filled by `accumulate`: the lower triangle mirrors the upper one exactly."""
+    upper = torch.triu(upper_KK)
+    return upper + torch.triu(upper_KK, diagonal=1).transpose(-1, -2)
+
+
+@dataclass
+class Moments:
+    """Running sums for one matrix of inputs. `cross_KK` is None when no second stream is followed."""
+
+    sum_KK: Tensor
+    cross_sum_KK: Tensor | None = None
+    weight_sum: float = 0.0
+    weight_square_sum: float = 0.0
+    tokens: int = 0
+    _whole: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def empty(cls, k: int, *, cross: bool = False, device: torch.device | str = "cpu") -> Moments:
+        """Sums of nothing over k channels."""
+        return cls(torch.zeros(k, k, device=device), torch.zeros(k, k, device=device) if cross else None)
+
+    def add(self, x_TK: Tensor, weight_T: Tensor | None = None, source_TK: Tensor | None = None) -> None:
+        """Add T tokens: x_TK of the stream the layer will see, source_TK of the source model (needed with `cross`)."""
+        if x_TK.ndim != 2 or x_TK.shape[1] != self.sum_KK.shape[0]:
+            raise ValueError(f"inputs of shape {tuple(x_TK.shape)}, expected [T, {self.sum_KK.shape[0]}]")
+        self._whole = None
+        accumulate(self.sum_KK, x_TK, weight_T)
+        if self.cross_sum_KK is not None:
+            if source_TK is None or source_TK.shape != x_TK.shape:
+                raise ValueError("cross moments need source_TK of the same shape as x_TK")
+            accumulate_cross(self.cross_sum_KK, source_TK, x_TK, weight_T)
+        self.tokens += x_TK.shape[0]
+        if weight_T is None:
+            self.weight_sum += x_TK.shape[0]
+            self.weight_square_sum += x_TK.shape[0]
+        else:
+            self.weight_sum += float(weight_T.double().sum())
+            self.weight_square_sum += float(weight_T.double().square().sum())
+
+    @property
+    def n_eff(self) -> float:
+        """Effective tokens (sum w)^2 / sum w^2; 0 when nothing was seen."""
+        return self.weight_sum**2 / self.weight_square_sum if self.weight_square_sum > 0 else 0.0
+
+    @property
+    def hessian_KK(self) -> Tensor:
+        """H, the weighted mean of x x^T (zeros when nothing was seen)."""
+        if self._whole is None:
+            self._whole = symmetric(self.sum_KK) / max(self.weight_sum, torch.finfo(torch.float32).tiny)
+        return self._whole
+
+    @property
+    def cross_KK(self) -> Tensor | None:
+        """C, the weighted mean of source x^T, or None."""
+        if self.cross_sum_KK is None:
+            return None
+        return self.cross_sum_KK / max(self.weight_sum, torch.finfo(torch.float32).tiny)
+
+
+def pool(hessian_KK: Tensor, n_eff: float, pool_KK: Tensor, kappa: float) -> Tensor:
+    """(N_eff H + kappa H_pool) / (N_eff + kappa): an expert with few tokens leans on the whole layer's statistics."""
+    if n_eff + kappa <= 0:
+        return pool_KK
+    return (n_eff * hessian_KK + kappa * pool_KK) / (n_eff + kappa)
+
+
+def shrinkage(n: int, n_eff: float) -> float:
+    """r = n / (n + 2 N_eff): how far H of n channels, estimated from N_eff tokens, should move toward its diagonal."""
+    return n / (n + 2.0 * n_eff)
+
+
+def shrink(hessian_KK: Tensor, n_eff: float | Tensor) -> Tensor:
+    """(1 - r) H + r diag H. Off-diagonal noise of few tokens misleads error feedback; the diagonal is well known.
+
+    hessian_KK: [..., K, K]; n_eff: a number, or a tensor [...] with one for each matrix.
+    """
+    n = hessian_KK.shape[-1]
+    n_eff = torch.as_tensor(n_eff, dtype=torch.float32, device=hessian_KK.device)
+    r = n / (n + 2.0 * n_eff)
+    mixed = hessian_KK * (1.0 - r)[..., None, None]
+    mixed.diagonal(dim1=-2, dim2=-1).copy_(hessian_KK.diagonal(dim1=-2, dim2=-1))
+    return mixed
