@@ -80,6 +80,18 @@ class Moments:
             self.weight_sum += float(weight_T.double().sum())
             self.weight_square_sum += float(weight_T.double().square().sum())
 
+    def merge(self, other: Moments) -> None:
+        """Add another's sums to this one's, in place. A cross sum that only one of the two has is dropped."""
+        self.sum_KK += other.sum_KK
+        if self.cross_sum_KK is not None and other.cross_sum_KK is not None:
+            self.cross_sum_KK += other.cross_sum_KK
+        else:
+            self.cross_sum_KK = None
+        self.weight_sum += other.weight_sum
+        self.weight_square_sum += other.weight_square_sum
+        self.tokens += other.tokens
+        self._whole = None
+
     @property
     def n_eff(self) -> float:
         """Effective tokens (sum w)^2 / sum w^2; 0 when nothing was seen."""
