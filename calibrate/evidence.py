@@ -1,0 +1,81 @@
+"""What calibration saw of one group of matrices that share an input: moments to solve with, and some kept out.
+
+Dimensions: T tokens, K input channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5_quant.quant.statistics import Moments
+
+# Beyond this many input channels H is kept block-diagonal: GLM-5's o_proj reads 16,384, and one full H of that size,
+# factored, takes more memory than the rest of the run. Errors then feed back within a block only.
+LARGEST_HESSIAN = 8192
+HESSIAN_BLOCK = 4096
+
+
+@dataclass
+class Part:
+    """Moments of some neighbouring input channels: of the tokens to fit on, and of the held-out ones."""
+
+    columns: slice
+    fit: Moments
+    held: Moments
+
+    def total(self) -> Moments:
+        """Both together. The fit part is used up: its sums are added to in place, since H of GLM-5 is 151 MB."""
+        self.fit.merge(self.held)
+        return self.fit
+
+
+@dataclass
+class Evidence:
+    """Moments of a group's inputs, in one part or in blocks of channels where there are very many.
+
+    Tokens whose index among all calibration tokens is `held_from` or more are held out of the fit.
+    """
+
+    parts: list[Part]
+    held_from: int
+
+    @classmethod
+    def empty(cls, k: int, *, held_from: int, cross: bool, device: str) -> Evidence:
+        """Moments of nothing. `cross` follows the source stream beside the quantized one."""
+        step = k if k <= LARGEST_HESSIAN else HESSIAN_BLOCK
+        return cls(
+            [
+                Part(
+                    slice(start, min(start + step, k)),
+                    Moments.empty(min(step, k - start), cross=cross, device=device),
+                    Moments.empty(min(step, k - start), cross=cross, device=device),
+                )
+                for start in range(0, k, step)
+            ],
+            held_from,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.parts[0].fit.tokens + self.parts[0].held.tokens
+
+    def add(self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None = None) -> None:
+        """Add T tokens. `index`: their first index, when they follow one another, or ascending indices [T]."""
+        count = x_TK.shape[0]
+        if isinstance(index, int):
+            cut = min(max(self.held_from - index, 0), count)
+        else:
+            cut = int(torch.searchsorted(index, self.held_from))
+        for part in self.parts:
+            for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
+                if rows.stop == rows.start:
+                    continue
+                cross = moments.cross_sum_KK is not None and source_TK is not None
+                moments.add(
+                    x_TK[rows, part.columns],
+                    None if weight_T is None else weight_T[rows],
+                    source_TK[rows, part.columns] if cross and source_TK is not None else None,
+                )

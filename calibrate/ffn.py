@@ -1,0 +1,139 @@
+"""Solve one feed-forward network (a dense MLP, a shared expert or one routed expert) over the tokens that reach it.
+
+Dimensions: T tokens, D hidden, I intermediate. Only one network's matrices are in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.taps import linear
+from glm5_quant.model.families import Linear
+
+Solve = Callable[[list[Linear], list[Tensor], Evidence], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Which tokens a network sees. `index_T` ascending, None for all; `scale_T` multiplies its output (router weight).
+
+    `weight_T` is each token's weight in the statistics. `seen_T` lists the tokens of the statistics where they are not
+    those of the output (every expert sees every token, the output keeps true routing).
+    """
+
+    index_T: Tensor | None = None
+    scale_T: Tensor | None = None
+    weight_T: Tensor | None = None
+    seen_T: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A gated feed-forward network: linears by role, and a way to read a linear's source weight, float32 [N, K]."""
+
+    inputs: list[Linear]
+    down: Linear
+    read: Callable[[Linear], Tensor]
+    activation: Callable[[Tensor], Tensor]
+
+    def hidden(self, x_TD: Tensor, weights_NK: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """act(gate x) * (up x), float32 [T, I]; a fused gate-up matrix holds the gate's rows first."""
+        outs = [linear(x_TD, weight, None, dtype) for weight in weights_NK]
+        gate, up = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """Inputs and outputs of the feed-forward block in both streams, [all tokens, D]. `out` is added to in place.
+
+    `source_x` is None when only the quantized stream is followed.
+    """
+
+    x: Tensor
+    out: Tensor
+    source_x: Tensor | None = None
+    source_out: Tensor | None = None
+
+
+def solve_network(
+    network: Network,
+    tokens: Tokens,
+    streams: Streams,
+    *,
+    solve: Solve,
+    evidence: Callable[[int], Evidence],
+    pool: Evidence | None,
+    chunk_tokens: int,
+    keep_bytes: int,
+    dtype: torch.dtype,
+) -> None:
+    """Solve gate and up on one set of moments, run them, solve down on what comes out, add the output to `streams`.
+
+    A network without a single token takes `pool`'s evidence for gate and up, where the caller has one.
+    """
+    source = [network.read(item) for item in network.inputs]
+    seen = tokens.index_T if tokens.seen_T is None else tokens.seen_T
+    total = streams.x.shape[0] if seen is None else len(seen)
+
+    first = evidence(network.inputs[0].k)
+    for part in _parts(total, chunk_tokens):
+        x, source_x, index = _take(streams, seen, part)
+        first.add(x, source_x, index, _slice(tokens.weight_T, part))
+    solved = solve(network.inputs, source, pool if pool is not None and total == 0 else first)
+
+    def run(part: slice, of: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | int]:
+        x, source_x, index = _take(streams, of, part)
+        source_hidden = None if source_x is None else network.hidden(source_x, source, dtype)
+        return network.hidden(x, solved, dtype), source_hidden, index
+
+    # Hidden activations are computed once where they fit in memory, and again for the output where they do not.
+    keep = tokens.seen_T is None and total * network.down.k * 8 <= keep_bytes
+    kept = []
+    second = evidence(network.down.k)
+    for part in _parts(total, chunk_tokens):
+        hidden, source_hidden, index = run(part, seen)
+        second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part))
+        if keep:
+            kept.append((hidden, source_hidden, index))
+    source_down = network.read(network.down)
+    (solved_down,) = solve([network.down], [source_down], second)
+
+    routed = streams.x.shape[0] if tokens.index_T is None else len(tokens.index_T)
+    for number, part in enumerate(_parts(routed, chunk_tokens)):
+        hidden, source_hidden, index = kept[number] if keep else run(part, tokens.index_T)
+        scale = _slice(tokens.scale_T, part)
+        _add(streams.out, index, linear(hidden, solved_down, None, dtype), scale)
+        if source_hidden is not None and streams.source_out is not None:
+            _add(streams.source_out, index, linear(source_hidden, source_down, None, dtype), scale)
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _slice(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _take(streams: Streams, index_T: Tensor | None, part: slice) -> tuple[Tensor, Tensor | None, Tensor | int]:
+    """Rows of both inputs for one part of the tokens, and where they stand among all tokens."""
+    if index_T is None:
+        source = None if streams.source_x is None else streams.source_x[part]
+        return streams.x[part], source, part.start
+    index = index_T[part]
+    source = None if streams.source_x is None else streams.source_x.index_select(0, index)
+    return streams.x.index_select(0, index), source, index
+
+
+def _add(out: Tensor, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:
+    y = y_TD if scale_T is None else y_TD * scale_T[:, None]
+    if isinstance(index, int):
+        out[index : index + y.shape[0]] += y
+    else:
+        out.index_add_(0, index, y)

@@ -1,0 +1,341 @@
+"""Solve one decoder layer: attention stage by stage, then its feed-forward networks one at a time, then move both
+streams to the next boundary.
+
+Dimensions: W windows, T tokens of all windows in order, D hidden, E experts.
+The layer's own transformers code does every forward. Submodules are swapped for the length of a pass: linears by taps
+that collect and solve, the feed-forward block by one that remembers its input, experts by our streaming networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5_quant.calibrate.coverage import Routed, by_expert
+from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
+from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.solve import LayerResult, solve_group
+from glm5_quant.calibrate.stream import scratch
+from glm5_quant.calibrate.taps import Handler, Keep, Recorder, Replay, Solver, StageReached, Tap, install, swapped
+from glm5_quant.model.checkpoint import Checkpoint
+from glm5_quant.model.families import Linear, read_linear
+from glm5_quant.model.layers import LayerRunner
+
+Side = dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Context:
+    """What every layer needs, owned by the run.
+
+    `chunks` are ranges of windows that go through a layer together; `token_weight_T` is each token's numeric weight or
+    None; `dtype` is that of matrix products with weights (statistics and sums are float32).
+    """
+
+    checkpoint: Checkpoint
+    runner: LayerRunner
+    settings: Settings
+    linears: dict[int, list[Linear]]
+    ids_WT: Tensor
+    chunks: list[tuple[int, int]]
+    scale_dtype: torch.dtype
+    dtype: torch.dtype
+    chunk_tokens: int
+    keep_bytes: int
+    activation: Callable[[Tensor], Tensor]
+    scratch_folder: Path | None = None
+    token_weight_T: Tensor | None = None
+    kwargs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def scratch(self, shape: tuple[int, ...]) -> Tensor:
+        """A float32 buffer of zeros for all tokens; on disk where memory is short."""
+        return scratch(self.scratch_folder, shape).to(self.settings.device)
+
+    @property
+    def held_from(self) -> int:
+        """First held-out token's index. At least one window is fitted on."""
+        windows, seqlen = self.ids_WT.shape
+        held = min(int(windows * self.settings.held_out), windows - 1)
+        return (windows - held) * seqlen
+
+    @property
+    def two_streams(self) -> bool:
+        return bool(self.settings.quant.alphas)
+
+    def evidence(self, k: int) -> Evidence:
+        return Evidence.empty(k, held_from=self.held_from, cross=self.two_streams, device=self.settings.device)
+
+    def layer_kwargs(self, layer: int, windows: int) -> dict[str, Any]:
+        """What the model's own forward hands to this layer for a batch of so many windows: masks, rotary angles."""
+        if windows not in self.kwargs:
+            self.kwargs[windows] = self.runner.kwargs_for(self.ids_WT[:windows])
+        return self.kwargs[windows][layer]
+
+
+@dataclass(kw_only=True)
+class Passed:
+    """One stream through the attention part: the attention's output, the feed-forward block's input, side values."""
+
+    attention: Tensor
+    mlp_in: Tensor
+    rest: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class LayerOutcome:
+    """A solved layer: what goes to the journal, and the side values of both streams for the next layer."""
+
+    result: LayerResult
+    coverage: list[int] | None
+    side: dict[str, dict[int, Side]]
+
+
+class LayerSolver:
+    """Solves layer `index` and advances `inputs` (by stream name, [W, T, D]) into `outputs`."""
+
+    def __init__(
+        self, context: Context, index: int, inputs: dict[str, Tensor], side: dict[str, dict[int, Side]]
+    ) -> None:
+        self.context, self.index, self.inputs, self.side = context, index, inputs, side
+        self.family = context.runner.family
+        self.linears = {item.name: item for item in context.linears.get(index, [])}
+        self.result = LayerResult()
+        self.module = context.runner.load_layer(index, experts=False)
+        self.solve: Callable[..., list[Tensor]] = partial(
+            solve_group, config=context.settings.quant, scale_dtype=context.scale_dtype, result=self.result
+        )
+
+    @torch.no_grad()
+    def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
+        passed = self._attention()
+        coverage, replays = self._feed_forward(passed)
+        side = {name: self._advance(name, passed[name], replays[name], outputs[name]) for name in self.inputs}
+        return LayerOutcome(result=self.result, coverage=coverage, side=side)
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(self) -> dict[str, Passed]:
+        """Solve the attention's linears; both streams' attention outputs and feed-forward inputs."""
+        paths = {item.module: name for name, item in self.linears.items() if self._in_attention(item)}
+        recorder = Recorder(self.context.dtype)
+        taps = install(self.module, paths, recorder)
+        single = len(self.context.chunks) == 1
+        passed: dict[str, Passed] = {}
+        if "source" in self.inputs:
+            passed["source"] = self._pass("source", before=lambda chunk: recorder.reset())
+        else:
+            self._forward("quantized", self.context.chunks[0])
+        groups, kept = recorder.groups, recorder.inputs if single and "source" in self.inputs else []
+        recorder.reset()
+        return passed | {"quantized": self._solve_attention(taps, recorder, groups, kept)}
+
+    def _solve_attention(
+        self, taps: dict[str, Tap], recorder: Recorder, groups: list[list[str]], kept: list[Tensor]
+    ) -> Passed:
+        context, single = self.context, len(self.context.chunks) == 1
+        evidence = [context.evidence(taps[group[0]].in_features) for group in groups]
+        current: dict[str, Any] = {"inputs": kept, "first": 0}
+
+        def collect(group: int, x: Tensor) -> None:
+            source = current["inputs"][group].flatten(0, -2) if current["inputs"] else None
+            weight = None
+            if context.token_weight_T is not None:
+                weight = context.token_weight_T[current["first"] : current["first"] + x.shape[:-1].numel()]
+            evidence[group].add(x.flatten(0, -2), source, current["first"], weight)
+
+        def solve(group: int) -> dict[str, Tensor]:
+            names = groups[group]
+            solved = self.solve([self.linears[n] for n in names], [taps[n].weight for n in names], evidence[group])
+            return dict(zip(names, solved, strict=True))
+
+        solver = Solver({n: g for g, group in enumerate(groups) for n in group}, collect, solve, context.dtype)
+        solver.single = single
+
+        def before(chunk: tuple[int, int]) -> None:
+            current["first"] = chunk[0] * context.ids_WT.shape[1]
+            solver.last = chunk == context.chunks[-1]
+            if not single and "source" in self.inputs and len(solver.solved) < len(taps):
+                _set_handler(taps, recorder)
+                recorder.reset()
+                self._forward("source", chunk)
+                current["inputs"] = recorder.inputs
+            _set_handler(taps, solver)
+
+        while True:
+            try:
+                return self._pass("quantized", before=before)
+            except StageReached:
+                continue
+
+    def _pass(
+        self,
+        name: str,
+        before: Callable[[tuple[int, int]], None],
+    ) -> Passed:
+        """Run one stream's attention over all chunks. A stage that stops a chunk still lets the others be collected."""
+        hidden = self.inputs[name]
+        passed = Passed(attention=self.context.scratch(hidden.shape), mlp_in=self.context.scratch(hidden.shape))
+        stopped = False
+        for number, chunk in enumerate(self.context.chunks):
+            before(chunk)
+            try:
+                attention, mlp_in = self._forward(name, chunk)
+            except StageReached:
+                stopped = True
+                continue
+            first = attention[0] if isinstance(attention, tuple) else attention
+            passed.attention[chunk[0] : chunk[1]] = first
+            passed.rest[number] = attention[1:] if isinstance(attention, tuple) else ()
+            passed.mlp_in[chunk[0] : chunk[1]] = mlp_in
+        if stopped:
+            raise StageReached
+        return passed
+
+    def _forward(self, name: str, chunk: tuple[int, int]) -> tuple[Any, Tensor]:
+        """One chunk through the attention part: the attention's return value and the feed-forward block's input."""
+        keep, attention = Keep(), list[Any]()
+        module = self.module.get_submodule(self.family.attention_path)
+        hook = module.register_forward_hook(lambda _module, _args, output: attention.append(output))
+        try:
+            with swapped(self.module, {self.family.block: keep}):
+                self._layer(name, chunk)
+        finally:
+            hook.remove()
+        return attention[0], keep.calls[0][0]
+
+    def _layer(self, name: str, chunk: tuple[int, int]) -> tuple[Tensor, Side]:
+        number = self.context.chunks.index(chunk)
+        hidden = self.inputs[name][chunk[0] : chunk[1]]
+        kwargs = self.context.layer_kwargs(self.index, chunk[1] - chunk[0])
+        return self.context.runner.run_layer(self.module, hidden, kwargs, self.side[name].get(number, {}))
+
+    def _in_attention(self, item: Linear) -> bool:
+        return item.module.startswith(self.family.attention_path + ".")
+
+    # -- feed-forward ------------------------------------------------------------------------------------------------
+
+    def _feed_forward(self, passed: dict[str, Passed]) -> tuple[list[int] | None, dict[str, dict[str, Tensor]]]:
+        """Solve every network of the block; coverage, and by stream what the block's parts return ([T, D] by path)."""
+        flat = {name: part.mlp_in.flatten(0, -2) for name, part in passed.items()}
+        inner = [item for item in self.linears.values() if not self._in_attention(item)]
+        always = [item for item in inner if item.expert is None]
+        experts: dict[int, list[Linear]] = {}
+        for item in inner:
+            if item.expert is not None:
+                experts.setdefault(item.expert, []).append(item)
+        replays: dict[str, dict[str, Tensor]] = {name: {} for name in flat}
+        everyone = Tokens(weight_T=self.context.token_weight_T)
+        if always:
+            path = always[0].module.rpartition(".")[0]
+            for name, out in self._solve([(self._network(always), everyone)], flat).items():
+                replays[name][path] = out
+        if not experts:
+            return None, replays
+        chosen_TK, scale_TK = self._route(flat.get("source", flat["quantized"]))
+        routed = by_expert(chosen_TK, scale_TK, len(experts))
+        jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
+        pool = self._pool(flat) if min(routed.counts) == 0 else None
+        for name, out in self._solve(jobs, flat, pool).items():
+            replays[name][f"{self.family.block}.{self.family.experts}"] = out
+        return routed.counts, replays
+
+    def _solve(
+        self, jobs: Iterable[tuple[Network, Tokens]], flat: dict[str, Tensor], pool: Evidence | None = None
+    ) -> dict[str, Tensor]:
+        """Solve networks one after the other; the sum of their outputs by stream, [T, D]."""
+        outputs = {name: self.context.scratch(x.shape) for name, x in flat.items()}
+        streams = Streams(
+            x=flat["quantized"],
+            out=outputs["quantized"],
+            source_x=flat.get("source"),
+            source_out=outputs.get("source"),
+        )
+        for network, tokens in jobs:
+            solve_network(
+                network,
+                tokens,
+                streams,
+                solve=self.solve,
+                evidence=self.context.evidence,
+                pool=pool,
+                chunk_tokens=self.context.chunk_tokens,
+                keep_bytes=self.context.keep_bytes,
+                dtype=self.context.dtype,
+            )
+        return outputs
+
+    def _network(self, items: list[Linear]) -> Network:
+        def read(item: Linear) -> Tensor:
+            return read_linear(self.context.checkpoint, item, torch.float32).to(self.context.settings.device)
+
+        return Network(
+            inputs=[item for item in items if item.role != "down"],
+            down=next(item for item in items if item.role == "down"),
+            read=read,
+            activation=self.context.activation,
+        )
+
+    def _expert_tokens(self, routed: Routed, expert: int) -> Tokens:
+        """An expert's tokens, each weighing c^p times its numeric weight in the statistics."""
+        index, scale = routed.index[expert], routed.scale[expert]
+        exponent, numeric = self.context.settings.quant.routing_exponent, self.context.token_weight_T
+        if self.context.settings.all_experts:
+            everyone = torch.arange(self.context.ids_WT.numel(), device=index.device)
+            return Tokens(index_T=index, scale_T=scale, seen_T=everyone, weight_T=numeric)
+        weight = scale.abs().pow(exponent) if exponent else None
+        if numeric is not None:
+            weight = numeric[index] if weight is None else weight * numeric[index]
+        return Tokens(index_T=index, scale_T=scale, weight_T=weight)
+
+    def _pool(self, flat: dict[str, Tensor]) -> Evidence:
+        """Moments of all tokens of the layer: what an expert without any token of its own is solved on."""
+        pool = self.context.evidence(flat["quantized"].shape[-1])
+        for start in range(0, len(flat["quantized"]), self.context.chunk_tokens):
+            part = slice(start, start + self.context.chunk_tokens)
+            source = flat["source"][part] if "source" in flat else None
+            pool.add(flat["quantized"][part], source, start)
+        return pool
+
+    def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Expert ids and weights [T, top_k] by the block's own router; both streams replay the source's."""
+        block = self.module.get_submodule(self.family.block)
+        keep = Keep()
+        changes: dict[str, nn.Module] = {self.family.experts: keep}
+        if self.family.shared is not None:
+            changes[self.family.shared] = Keep()
+        seqlen = self.context.ids_WT.shape[1]
+        with swapped(block, changes):
+            for first, last in self.context.chunks:
+                block(mlp_in_TD[first * seqlen : last * seqlen].view(last - first, seqlen, -1))
+        chosen = torch.cat([call[1] for call in keep.calls])
+        return chosen, torch.cat([call[2] for call in keep.calls]).float()
+
+    # -- to the next boundary ----------------------------------------------------------------------------------------
+
+    def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> dict[int, Side]:
+        """Run the layer once more with everything solved replayed: residuals, norms and scalings are its own code's."""
+        side: dict[int, Side] = {}
+        seqlen = self.context.ids_WT.shape[1]
+        for number, chunk in enumerate(self.context.chunks):
+            tokens = slice(chunk[0] * seqlen, chunk[1] * seqlen)
+            attention = passed.attention[chunk[0] : chunk[1]]
+            changes: dict[str, nn.Module] = {path: Replay(out[tokens]) for path, out in outputs.items()}
+            whole = (attention, *passed.rest[number]) if passed.rest[number] else attention
+            changes[self.family.attention_path] = Replay(whole)
+            with swapped(self.module, changes):
+                hidden_out[chunk[0] : chunk[1]], values = self._layer(name, chunk)
+            if values:
+                side[number] = values
+        return side
+
+
+def _set_handler(taps: dict[str, Tap], handler: Handler) -> None:
+    for tap in taps.values():
+        tap.handler = handler

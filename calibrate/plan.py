@@ -1,0 +1,226 @@
+"""What a calibration would cost, from headers only: sizes, memory, disk, coverage; and how it is cut to fit.
+
+Dimensions: W windows, T tokens of all windows, D hidden, K inputs of a linear.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
+from glm5_quant.calibrate.settings import Settings
+from glm5_quant.model.checkpoint import Checkpoint
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
+
+_F32 = 4
+# torch, transformers and the interpreter themselves, measured as resident memory after import.
+INTERPRETER_BYTES = 600 * 2**20
+# H, C, their held-out twins, H shrunk, permuted, factored: matrices of K x K alive at the worst moment.
+_SQUARES_SOLVE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A calibration's cost and cut. Sizes in bytes.
+
+    `chunk_windows` windows go through a layer's attention together; feed-forward networks take `chunk_tokens` tokens
+    at a time and keep up to `keep_bytes` of hidden activations instead of computing them twice.
+    """
+
+    family: Family
+    layers: int
+    by_layer: dict[int, list[Linear]]
+    source_bytes: int
+    quantized_weights: int
+    export_bytes: int
+    journal_bytes: int
+    stream_bytes: int
+    peak_memory_bytes: int
+    memory_cap_bytes: int
+    least_memory_bytes: int
+    disk_free_bytes: int
+    experts: int
+    tokens: int
+    tokens_per_expert: float | None
+    coverage_target: int
+    chunk_windows: int
+    chunk_tokens: int
+    keep_bytes: int
+    scratch_on_disk: bool
+    work_dir: Path
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def disk_needed_bytes(self) -> int:
+        return self.journal_bytes + self.stream_bytes
+
+    def chunks(self, windows: int) -> list[tuple[int, int]]:
+        """Ranges of windows that go through a layer together."""
+        return [(i, min(i + self.chunk_windows, windows)) for i in range(0, windows, self.chunk_windows)]
+
+    def refuse_impossible(self) -> None:
+        """Raise `UserError` for what cannot work: too little memory or disk."""
+        if self.memory_cap_bytes < self.least_memory_bytes:
+            raise UserError(
+                "one layer does not fit in the memory allowed",
+                item="--max-memory",
+                found=gib(self.memory_cap_bytes),
+                expected=f"at least {gib(self.least_memory_bytes)}",
+            )
+        if self.disk_free_bytes < self.disk_needed_bytes:
+            raise UserError(
+                "too little free disk for the journal",
+                file=self.work_dir,
+                found=gib(self.disk_free_bytes),
+                expected=f"{gib(self.disk_needed_bytes)} (codes {gib(self.journal_bytes)}, "
+                f"hidden states {gib(self.stream_bytes)})",
+                hint="Use another --work-dir or fewer --num-samples",
+            )
+
+
+def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) -> Plan:
+    """Plan a calibration from config and headers.
+
+    Raises:
+        UserError: unknown model type, tensors that are missing or of the wrong shape, nothing to quantize, or a work
+            folder that cannot be written.
+    """
+    family = family_of(checkpoint.config, file=checkpoint.config_file)
+    config = model_config(checkpoint.config, file=checkpoint.config_file)
+    items = linears(checkpoint, family)
+    if not items:
+        raise UserError("nothing to quantize", file=checkpoint.folder)
+    by_layer: dict[int, list[Linear]] = {}
+    for item in items:
+        by_layer.setdefault(item.layer, []).append(item)
+    tokens, hidden = settings.num_samples * settings.seqlen, int(config.hidden_size)
+    cap = settings.max_memory_bytes or _physical_memory() * 6 // 10
+    cut = _cut(items, settings, hidden, family, cap)
+    experts = expert_count(config) if family.has_experts else 0
+    top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+    each = tokens * top_k / experts if experts else None
+    weights = sum(item.n * item.k for item in items)
+    blocks = sum(item.n * -(-item.k // settings.quant.group_size) for item in items)
+    packed = weights // 2 + blocks * (checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1))
+    kept = sum(i.nbytes for i in checkpoint.tensors.values()) - _source_bytes(checkpoint, items)
+    streams = 2 if settings.quant.alphas else 1
+    return Plan(
+        family=family,
+        layers=int(config.num_hidden_layers),
+        by_layer=by_layer,
+        source_bytes=sum(i.nbytes for i in checkpoint.tensors.values()),
+        quantized_weights=weights,
+        export_bytes=packed + kept,
+        journal_bytes=packed,
+        stream_bytes=2 * streams * tokens * hidden * _F32 + cut.scratch_bytes,
+        peak_memory_bytes=cut.peak_bytes,
+        memory_cap_bytes=cap,
+        least_memory_bytes=cut.least_bytes,
+        disk_free_bytes=_free_disk(Path(work_dir)),
+        experts=experts,
+        tokens=tokens,
+        tokens_per_expert=each,
+        coverage_target=settings.coverage_target,
+        chunk_windows=cut.chunk_windows,
+        chunk_tokens=cut.chunk_tokens,
+        keep_bytes=cut.keep_bytes,
+        scratch_on_disk=cut.scratch_bytes > 0,
+        work_dir=Path(work_dir),
+        warnings=_warnings(items, settings, each),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    chunk_windows: int
+    chunk_tokens: int
+    keep_bytes: int
+    scratch_bytes: int
+    peak_bytes: int
+    least_bytes: int
+
+
+def _cut(items: list[Linear], settings: Settings, hidden: int, family: Family, cap: int) -> _Cut:
+    """Fit windows, token chunks and buffers under the cap: attention chunks first, then what spares a second pass."""
+    seqlen, windows = settings.seqlen, settings.num_samples
+    streams = 2 if settings.quant.alphas else 1
+    inside = [item for item in items if item.module.startswith(family.attention_path + ".")]
+    first = [item for item in inside if item.layer == items[0].layer]
+    wide = max(item.k for item in items)
+    square = (wide if wide <= LARGEST_HESSIAN else HESSIAN_BLOCK) ** 2 * _F32
+    largest = max(item.n * item.k for item in items) * _F32
+    fixed = INTERPRETER_BYTES + _SQUARES_SOLVE * square + 8 * largest + _resident_layer(items) * _F32
+    buffers = 4 * streams * windows * seqlen * hidden * _F32
+    on_disk = fixed + buffers > cap // 2
+    # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
+    per_window = seqlen * _F32 * 3 * (sum(item.n for item in first) + hidden * 4)
+    width = max((item.k for item in items if item.role == "down"), default=hidden)
+    room = max(cap - fixed - (0 if on_disk else buffers), 0)
+    chunk_windows = max(1, min(windows, int(room * 0.6) // per_window))
+    per_token = width * _F32 * 8
+    chunk_tokens = max(256, min(8192, int(room * 0.2) // per_token))
+    keep = min(int(room * 0.3), streams * windows * seqlen * width * _F32)
+    used = max(chunk_windows * per_window, chunk_tokens * per_token + keep)
+    return _Cut(
+        chunk_windows=chunk_windows,
+        chunk_tokens=chunk_tokens,
+        keep_bytes=keep,
+        scratch_bytes=buffers if on_disk else 0,
+        peak_bytes=fixed + (0 if on_disk else buffers) + used,
+        least_bytes=fixed + max(per_window, 256 * per_token),
+    )
+
+
+def _resident_layer(items: list[Linear]) -> int:
+    """Weights of the largest layer that are in memory while it is solved: all but the routed experts."""
+    by_layer: dict[int, int] = {}
+    for item in items:
+        if item.expert is None:
+            by_layer[item.layer] = by_layer.get(item.layer, 0) + item.n * item.k
+    return max(by_layer.values(), default=0)
+
+
+def _source_bytes(checkpoint: Checkpoint, items: list[Linear]) -> int:
+    return sum(checkpoint.tensors[name].nbytes for name in {item.source for item in items})
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free_disk(folder: Path) -> int:
+    """Free bytes where the work folder is or will be; an unwritable place is an error now, not after hours."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError("work folder cannot be written", file=place, hint="Use another --work-dir")
+    return shutil.disk_usage(place).free
+
+
+def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float | None) -> list[str]:
+    found = []
+    if tokens_per_expert is not None and tokens_per_expert < settings.coverage_target:
+        found.append(
+            f"about {tokens_per_expert:.0f} tokens an expert if they were shared evenly, below the coverage target of "
+            f"{settings.coverage_target}: use more --num-samples"
+        )
+    ragged = [item for item in items if item.k % settings.quant.group_size]
+    if ragged:
+        found.append(
+            f"{len(ragged)} linears have inputs that are no multiple of {settings.quant.group_size} (first "
+            f"{ragged[0].name}: {ragged[0].k}): their last block is shorter, which only this package's runtime loads"
+        )
+    return found
+
+
+def gib(count: int) -> str:
+    """Bytes for people."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,311 @@
+"""`calibrate`: the loop over layers, the journal it writes, and how a stopped run goes on.
+
+What is committed when: both streams' hidden states at the next boundary, then the layer's tensors, then its record.
+The record is the commit; a kill at any moment loses at most the layer at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from glm5_quant import __version__
+from glm5_quant.calibrate.data import Packed, pack_windows
+from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
+from glm5_quant.calibrate.plan import Plan, make_plan
+from glm5_quant.calibrate.report import CalibrationReport, build_report
+from glm5_quant.calibrate.settings import Resume, Settings, work_folder
+from glm5_quant.calibrate.stream import NAMES, Stream
+from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.families import model_config
+from glm5_quant.model.journal import (
+    DataRecord,
+    Journal,
+    LayerRecord,
+    Manifest,
+    SourceRecord,
+    config_digest,
+    file_sha256,
+    open_journal,
+    shard_digest,
+    write_record,
+)
+from glm5_quant.model.layers import LayerRunner
+from glm5_quant.model.texts import load_tokenizer, read_texts
+
+
+class StoppedSafely(Exception):
+    """Asked to stop between layers; all finished layers are in the journal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDone:
+    """Sent to the progress callback after each layer. `worst` is the largest relative error of its matrices."""
+
+    layer: int
+    layers: int
+    seconds: float
+    worst: float
+    worst_name: str
+    memory_bytes: int
+    reused: bool
+
+
+Progress = Callable[[LayerDone], None]
+
+
+def calibrate(
+    model: str | Path,
+    dataset: str | Path,
+    *,
+    work_dir: str | Path = "glm5-quant-work",
+    settings: Settings | None = None,
+    resume: Resume = "auto",
+    overwrite: bool = False,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> CalibrationReport:
+    """Run the model over sample data one layer at a time and decide every scale and code (DESIGN sections 4 and 6).
+
+    Args:
+        model: checkpoint folder or hub id.
+        dataset: file, folder or hub id.
+        work_dir: the journal goes to `<work_dir>/calibration`.
+        resume: `auto` goes on with a journal of the same inputs, `required` fails without one, `never` starts again.
+        overwrite: throw away a journal of other inputs.
+        progress: called after each layer.
+        should_stop: asked between layers; True raises `StoppedSafely`.
+
+    Raises:
+        UserError: anything wrong with the inputs, found before any layer is run where headers can tell.
+        StoppedSafely: `should_stop` said so.
+    """
+    started = time.monotonic()
+    settings = settings or Settings()
+    checkpoint = open_checkpoint(model)
+    plan = make_plan(checkpoint, settings, work_dir)
+    plan.refuse_impossible()
+    packed = _read_data(checkpoint, dataset, settings)
+    manifest = _manifest(checkpoint, dataset, packed, settings, plan)
+    journal = _open_or_start(work_folder(work_dir), manifest, resume, overwrite)
+    reused = len(journal.finished())
+    if reused < manifest.layers:
+        _Run(checkpoint, journal, settings, plan, packed.ids, progress, should_stop).run(reused)
+    return build_report(
+        journal,
+        reused=reused,
+        target=settings.coverage_target,
+        seconds=time.monotonic() - started,
+        peak_memory_bytes=peak_memory_bytes(),
+        warnings=[*plan.warnings, *packed.warnings],
+    )
+
+
+class _Run:
+    """One run over the layers that are left."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        journal: Journal,
+        settings: Settings,
+        plan: Plan,
+        ids_WT: Tensor,
+        progress: Progress | None,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.journal, self.progress, self.should_stop = journal, progress, should_stop
+        runner = LayerRunner(checkpoint, plan.family)
+        self.context = Context(
+            checkpoint=checkpoint,
+            runner=runner,
+            settings=settings,
+            linears=plan.by_layer,
+            ids_WT=ids_WT,
+            chunks=plan.chunks(len(ids_WT)),
+            scale_dtype=checkpoint.dtype,
+            dtype=torch.float32,
+            chunk_tokens=plan.chunk_tokens,
+            keep_bytes=plan.keep_bytes,
+            activation=activation(checkpoint),
+            scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
+        )
+        names = NAMES if self.context.two_streams else NAMES[1:]
+        shape = (*ids_WT.shape, runner.hidden_size)
+        self.streams = {n: Stream(folder=journal.folder / "stream", name=n, shape=shape) for n in names}
+
+    def run(self, first: int) -> None:
+        """Solve layers `first` to the last."""
+        inputs = self._start() if first == 0 else {name: s.open(first) for name, s in self.streams.items()}
+        for layer in range(first, self.journal.manifest.layers):
+            if self.should_stop():
+                raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
+            inputs = self._layer(layer, inputs)
+        for stream in self.streams.values():
+            stream.clear()
+
+    def _start(self) -> dict[str, Tensor]:
+        """Embed all windows: the boundary of layer 0, the same in both streams."""
+        hidden = {name: stream.create(0) for name, stream in self.streams.items()}
+        for first, last in self.context.chunks:
+            embedded = self.context.runner.embed(self.context.ids_WT[first:last])
+            for tensor in hidden.values():
+                tensor[first:last] = embedded
+        for stream in self.streams.values():
+            stream.commit(0, {})
+        return hidden
+
+    def _layer(self, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        started = time.monotonic()
+        outputs = {name: stream.create(layer + 1) for name, stream in self.streams.items()}
+        side = {name: stream.side for name, stream in self.streams.items()}
+        outcome = LayerSolver(self.context, layer, inputs, side).run(outputs)
+        for name, stream in self.streams.items():
+            stream.commit(layer + 1, outcome.side[name])
+        record = self._commit(layer, outcome, _stream_error(outputs), time.monotonic() - started)
+        for stream in self.streams.values():
+            stream.drop(layer)
+        if self.progress is not None:
+            self.progress(_done(record, self.journal.manifest.layers))
+        return outputs
+
+    def _commit(self, layer: int, outcome: LayerOutcome, stream_error: float | None, seconds: float) -> LayerRecord:
+        path = self.journal.layer_file(layer)
+        save_layer(path, outcome.result.tensors)
+        record = LayerRecord(
+            layer=layer,
+            file_sha256=file_sha256(path),
+            modules=outcome.result.modules,
+            coverage=outcome.coverage,
+            stream_error=stream_error,
+            seconds=round(seconds, 3),
+        )
+        write_record(self.journal.record_file(layer), record)
+        line = {"layer": layer, "seconds": record.seconds, "memory_bytes": peak_memory_bytes(), "time": time.time()}
+        with (self.journal.folder / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+        return record
+
+
+def save_layer(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one layer's tensors, whole or not at all. A layer with nothing to quantize is a file without tensors."""
+    temporary = path.with_suffix(".part")
+    try:
+        save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, temporary, metadata={"format": "pt"})
+        temporary.replace(path)
+    except Exception as error:  # safetensors raises its own type for a full disk
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"layer cannot be written ({error})", file=path) from None
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def activation(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
+    """The function between gate and up, by the name the config gives it."""
+    from transformers.activations import ACT2FN
+
+    name = str(getattr(model_config(checkpoint.config, file=checkpoint.config_file), "hidden_act", "silu"))
+    found: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return found
+
+
+def _read_data(checkpoint: Checkpoint, dataset: str | Path, settings: Settings) -> Packed:
+    tokenizer = load_tokenizer(checkpoint.folder)
+    texts = read_texts(dataset)
+    return pack_windows(texts, tokenizer, num_samples=settings.num_samples, seqlen=settings.seqlen, seed=settings.seed)
+
+
+def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, settings: Settings, plan: Plan) -> Manifest:
+    files = sorted({info.file for info in checkpoint.tensors.values()})
+    return Manifest(
+        tool_version=__version__,
+        source=SourceRecord(
+            folder=str(checkpoint.folder),
+            model_type=plan.family.model_type,
+            dtype=str(checkpoint.dtype).removeprefix("torch."),
+            config_sha256=config_digest(checkpoint.config),
+            shards={file.name: shard_digest(file) for file in files},
+        ),
+        data=DataRecord(
+            name=str(dataset),
+            sha256=packed.sha256,
+            windows=packed.ids.shape[0],
+            seqlen=packed.ids.shape[1],
+            tokens=packed.ids.numel(),
+        ),
+        settings=settings.deciding(),
+        layers=plan.layers,
+    )
+
+
+def _open_or_start(folder: Path, manifest: Manifest, resume: Resume, overwrite: bool) -> Journal:
+    """The journal to go on with, or a new one. A journal of other inputs is refused by name unless `overwrite`."""
+    exists = (folder / "manifest.json").exists()
+    if resume == "required" and not exists:
+        raise UserError("nothing to resume", file=folder, hint="Run without `--resume required`")
+    if exists and resume != "never":
+        journal = open_journal(folder)
+        differences = manifest.differences(journal.manifest)
+        if not differences:
+            return journal
+        if not overwrite:
+            raise UserError(
+                "this journal belongs to other inputs: " + "; ".join(differences[:4]),
+                file=folder,
+                hint="Use another --work-dir, or --overwrite to start again",
+            )
+    elif folder.exists() and any(folder.iterdir()) and not exists:
+        raise UserError("folder is not empty and is no journal", file=folder, hint="Use another --work-dir")
+    _remove_journal(folder)
+    try:
+        (folder / "layers").mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot be written ({error.strerror})", file=folder, hint="Use another --work-dir") from None
+    write_record(folder / "manifest.json", manifest)
+    return Journal(folder=folder, manifest=manifest)
+
+
+def _remove_journal(folder: Path) -> None:
+    """Remove what a journal consists of, the manifest first, and nothing else."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / "log.jsonl").unlink(missing_ok=True)
+    for name in ("layers", "stream"):
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            shutil.rmtree(folder / name)
+
+
+def _stream_error(outputs: dict[str, Tensor]) -> float | None:
+    """Squared distance of the quantized stream from the source's, relative to the source's size."""
+    if "source" not in outputs:
+        return None
+    wrong = size = 0.0
+    for quantized, source in zip(outputs["quantized"], outputs["source"], strict=True):
+        wrong += float((quantized - source).square().sum(dtype=torch.float64))
+        size += float(source.square().sum(dtype=torch.float64))
+    return wrong / size if size else None
+
+
+def _done(record: LayerRecord, layers: int) -> LayerDone:
+    name, module = max(record.modules.items(), key=lambda item: item[1].error, default=("", None))
+    return LayerDone(
+        layer=record.layer,
+        layers=layers,
+        seconds=record.seconds,
+        worst=0.0 if module is None else module.error,
+        worst_name=name,
+        memory_bytes=peak_memory_bytes(),
+        reused=False,
+    )

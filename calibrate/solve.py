@@ -1,0 +1,197 @@
+"""From evidence to codes: solve a group of linears that read the same input, and record what came of it.
+
+Dimensions: N out, K in, B blocks, T tokens. Rows of all linears of a group are stacked, since rows do not touch each
+other: one factorisation of H serves q, k and v, or gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from glm5_quant.calibrate.evidence import Evidence, Part
+from glm5_quant.model.families import Linear
+from glm5_quant.model.journal import ModuleRecord
+from glm5_quant.quant.config import QuantConfig
+from glm5_quant.quant.errors import quadratic_rows
+from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
+from glm5_quant.quant.packing import pack_codes, pack_zeros
+from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.statistics import Moments
+from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
+
+
+@dataclass(kw_only=True)
+class LayerResult:
+    """What one layer gathers on its way to the journal: packed tensors by full name, and a record a linear."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    modules: dict[str, ModuleRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The weight the rounding aims at, and the strength of its correction toward the source stream."""
+
+    weight_NK: Tensor
+    alpha: float = 0.0
+
+
+def solve_group(
+    linears: Sequence[Linear],
+    weights_NK: Sequence[Tensor],
+    evidence: Evidence,
+    config: QuantConfig,
+    scale_dtype: torch.dtype,
+    result: LayerResult,
+) -> list[Tensor]:
+    """Solve linears that share `evidence`; returns their dequantized weights, float32 [N, K] each.
+
+    With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
+    """
+    solved = [
+        _solve_part([weight[:, part.columns] for weight in weights_NK], part, config, scale_dtype)
+        for part in evidence.parts
+    ]
+    out, row = [], 0
+    for number, (linear, weight) in enumerate(zip(linears, weights_NK, strict=True)):
+        rows = slice(row, row + weight.shape[0])
+        row = rows.stop
+        codes = torch.cat([part.codes[rows] for part in solved], dim=1)
+        grid = Grid(
+            scale=torch.cat([part.grid.scale[rows] for part in solved], dim=1),
+            zero=torch.cat([part.grid.zero[rows] for part in solved], dim=1),
+            group_size=config.group_size,
+        )
+        result.tensors |= packed_tensors(linear.name, codes, grid, scale_dtype, symmetric=config.symmetric)
+        restored = dequantize(codes, grid)
+        judged = [part.judged[number] for part in solved]
+        result.modules[linear.name] = _record(linear, weight, judged, evidence, config.group_size)
+        out.append(restored)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Squared errors of one matrix over one part of its inputs, all under the same moments."""
+
+    size: float
+    wrong: float
+    wrong_rtn: float
+    held_size: float
+    held_wrong: float
+    alpha: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolvedPart:
+    """Codes and grid of the stacked rows over one part of the inputs, and what each matrix's error is there."""
+
+    codes: Tensor
+    grid: Grid
+    judged: list[Judged]
+
+
+def _solve_part(weights_NK: list[Tensor], part: Part, config: QuantConfig, scale_dtype: torch.dtype) -> SolvedPart:
+    targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
+    held, total = part.held, part.total()
+    stacked = torch.cat([target.weight_NK for target in targets])
+    solved = solve(stacked, total.hessian_KK, config, scale_dtype=scale_dtype, n_eff=total.n_eff)
+    judged, row = [], 0
+    for weight, target in zip(weights_NK, targets, strict=True):
+        rows = slice(row, row + weight.shape[0])
+        row = rows.stop
+        grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
+        error = dequantize(solved.codes[rows], grid) - weight
+        judged.append(_judge(weight, error, total, held, target.alpha, config, scale_dtype))
+    return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
+
+
+def packed_tensors(
+    name: str, codes_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, *, symmetric: bool
+) -> dict[str, Tensor]:
+    """The tensors of one linear as the export stores them (compressed-tensors `pack-quantized`)."""
+    tensors = {
+        f"{name}.weight_packed": pack_codes(codes_NK),
+        f"{name}.weight_scale": grid.scale.to(scale_dtype).contiguous(),
+        f"{name}.weight_shape": torch.tensor(codes_NK.shape, dtype=torch.int64),
+    }
+    if not symmetric:
+        tensors[f"{name}.weight_zero_point"] = pack_zeros(grid.zero)
+    return tensors
+
+
+def _target(weight_NK: Tensor, fit: Moments, held: Moments, config: QuantConfig) -> Target:
+    """The damped target, its strength judged on held-out tokens; the weight itself where that cannot be judged."""
+    enough = fit.n_eff >= MIN_TOKENS_PER_CHANNEL * weight_NK.shape[1]
+    if not config.alphas or not enough or fit.cross_KK is None or held.cross_KK is None or not held.tokens:
+        return Target(weight_NK=weight_NK)
+    direction = target_direction(weight_NK, fit.hessian_KK, fit.cross_KK, config.target_delta)
+    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.cross_KK, config.alphas, fit.n_eff)
+    return Target(weight_NK=weight_NK + alpha * direction, alpha=alpha)
+
+
+def _judge(
+    weight_NK: Tensor,
+    error_NK: Tensor,
+    total: Moments,
+    held: Moments,
+    alpha: float,
+    config: QuantConfig,
+    scale_dtype: torch.dtype,
+) -> Judged:
+    """Errors of the solved matrix and of plain round-to-nearest, and the held-out error against the source stream."""
+    plain = minmax_grid(weight_NK, group_size=config.group_size, symmetric=config.symmetric, scale_dtype=scale_dtype)
+    rounded = dequantize(quantize(weight_NK, plain), plain) - weight_NK
+    hessian = total.hessian_KK if total.tokens else torch.eye(weight_NK.shape[1], device=weight_NK.device)
+    held_wrong = held_size = 0.0
+    if held.tokens:
+        held_size = _size(weight_NK, held.hessian_KK)
+        held_wrong = _size(error_NK, held.hessian_KK)
+        if held.cross_KK is not None:
+            drift = weight_NK @ (held.hessian_KK - held.cross_KK)
+            held_wrong += 2 * float((error_NK * drift).sum(dtype=torch.float64))
+    return Judged(
+        size=_size(weight_NK, hessian),
+        wrong=_size(error_NK, hessian),
+        wrong_rtn=_size(rounded, hessian),
+        held_size=held_size,
+        held_wrong=held_wrong,
+        alpha=alpha,
+    )
+
+
+def _size(matrix_NK: Tensor, hessian_KK: Tensor) -> float:
+    """tr(M H M^T), at least 0."""
+    return max(float(quadratic_rows(matrix_NK, hessian_KK).sum(dtype=torch.float64)), 0.0)
+
+
+def _record(
+    linear: Linear, weight_NK: Tensor, judged: list[Judged], evidence: Evidence, group_size: int
+) -> ModuleRecord:
+    """The parts' errors added up. Held-out error is |W^ x~ - W x|^2 up to what the streams' own distance adds."""
+    size, held_size = sum(j.size for j in judged), sum(j.held_size for j in judged)
+    first = evidence.parts[0].fit
+    return ModuleRecord(
+        role=linear.role,
+        n=linear.n,
+        k=linear.k,
+        tokens=first.tokens,
+        effective_tokens=round(first.n_eff, 2),
+        error=sum(j.wrong for j in judged) / size if size else 0.0,
+        error_rtn=sum(j.wrong_rtn for j in judged) / size if size else 0.0,
+        held_out_error=sum(j.held_wrong for j in judged) / held_size if held_size else None,
+        alpha=max(j.alpha for j in judged),
+        zero_blocks=zero_blocks(weight_NK, group_size),
+        fallback=None if first.tokens else "no calibration token: rounded to nearest on its own grid",
+    )
+
+
+def zero_blocks(weight_NK: Tensor, group_size: int) -> int:
+    """Blocks of a matrix that hold nothing but zeros."""
+    n, k = weight_NK.shape
+    padded = torch.nn.functional.pad(weight_NK, (0, -k % group_size))
+    return int((padded.view(n, -1, group_size) == 0).all(-1).sum())

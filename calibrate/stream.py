@@ -1,0 +1,126 @@
+"""Hidden states of all calibration tokens at a layer boundary, on disk as memory-mapped files.
+
+Two streams run side by side: `source` through the source model, `quantized` through what was solved so far. The page
+cache keeps them in memory while there is room; the kernel writes them out when there is not. The files of a finished
+boundary are what a killed run goes on from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from glm5_quant.model.errors import UserError
+
+NAMES = ("source", "quantized")
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """One stream. `shape` is [windows, positions, hidden]; values are float32.
+
+    `side` holds what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2): one list a
+    window chunk, empty where a family has none.
+    """
+
+    folder: Path
+    name: str
+    shape: tuple[int, int, int]
+    side: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+
+    def path(self, boundary: int) -> Path:
+        return self.folder / f"{self.name}.{boundary:05d}.bin"
+
+    def side_path(self, boundary: int) -> Path:
+        return self.folder / f"{self.name}.{boundary:05d}.side.safetensors"
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.shape[0] * self.shape[1] * self.shape[2]
+
+    def open(self, boundary: int) -> Tensor:
+        """The stream at the input of layer `boundary`.
+
+        Raises:
+            UserError: the file is missing or has another size (the run it belonged to cannot be gone on with).
+        """
+        path = self.path(boundary)
+        size = path.stat().st_size if path.exists() else None
+        if size != self.nbytes:
+            raise UserError(
+                "hidden states of the last finished layer are missing or incomplete",
+                file=path,
+                found="nothing" if size is None else f"{size} bytes",
+                expected=f"{self.nbytes} bytes",
+                hint="Start again with `--resume never`",
+            )
+        side = load_file(self.side_path(boundary)) if self.side_path(boundary).exists() else {}
+        self.side = {}
+        for key, value in side.items():
+            chunk, name = key.split("/", 1)
+            self.side.setdefault(int(chunk), {})[name] = value
+        return _mapped(path, self.shape)
+
+    def create(self, boundary: int) -> Tensor:
+        """An empty stream file for the next boundary, under a temporary name until `commit`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(boundary).with_suffix(".part")
+        with path.open("wb") as file:
+            _reserve(file.fileno(), self.nbytes, path)
+        return _mapped(path, self.shape)
+
+    def commit(self, boundary: int, side: dict[int, dict[str, Tensor]]) -> None:
+        """Give the file of `boundary` its final name."""
+        flat = {f"{c}/{n}": v.contiguous() for c, values in side.items() for n, v in values.items()}
+        if flat:
+            temporary = self.side_path(boundary).with_suffix(".part")
+            save_file(flat, temporary)
+            temporary.replace(self.side_path(boundary))
+        self.path(boundary).with_suffix(".part").replace(self.path(boundary))
+        self.side = side
+
+    def drop(self, boundary: int) -> None:
+        for path in (self.path(boundary), self.side_path(boundary)):
+            path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove every file of this stream."""
+        for path in self.folder.glob(f"{self.name}.*"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+def scratch(folder: Path | None, shape: tuple[int, ...]) -> Tensor:
+    """A float32 buffer of zeros: in memory, or in a file of `folder` that vanishes with the tensor (or the process)."""
+    if folder is None:
+        return torch.zeros(shape)
+    path = folder / f"scratch.{uuid.uuid4().hex}.bin"
+    with path.open("wb") as file:
+        _reserve(file.fileno(), 4 * math.prod(shape), path)
+    tensor = _mapped(path, shape)
+    path.unlink()
+    return tensor
+
+
+def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape)
+
+
+def _reserve(descriptor: int, nbytes: int, path: Path) -> None:
+    """Claim the blocks now: a full disk is an error here, where it can be told, and not a crash at some later store."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UserError(
+            f"no room for hidden states ({error.strerror})", file=path, expected=f"{nbytes / 2**30:.2f} GiB free"
+        ) from None

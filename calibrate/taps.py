@@ -1,0 +1,164 @@
+"""Stop a layer at its linears: collect their inputs, solve them when all tokens have been seen, go on with the result.
+
+A transformers layer runs from its first line to its last. To solve `q_proj` before `o_proj` sees its tokens, every
+linear to be quantized is replaced by a `Tap`. When an unsolved one is reached, its input is collected; the forward is
+then broken off (`StageReached`) unless this was the last chunk of tokens, in which case the linears that share this
+input are solved at once and the forward goes on with the solved weights. With all tokens in one chunk a layer runs
+through in a single pass; with more chunks each stage costs one partial pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class StageReached(Exception):
+    """An unsolved linear was reached and its input collected: the rest of this forward is not wanted."""
+
+
+class Tap(nn.Module):
+    """A linear whose call is handed to `handler(name, x_BTK) -> y_BTN`. Buffers only; bias as in the source."""
+
+    def __init__(self, name: str, weight_NK: Tensor, bias_N: Tensor | None, handler: Handler) -> None:
+        super().__init__()
+        self.name, self.handler = name, handler
+        self.weight, self.bias = weight_NK, bias_N
+        self.in_features, self.out_features = weight_NK.shape[1], weight_NK.shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.handler(self, x)
+
+    def apply_weight(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x @ weight.T + bias, the product in `dtype`, the result in x's."""
+        return linear(x, self.weight, self.bias, dtype)
+
+
+class Handler(Protocol):
+    def __call__(self, tap: Tap, x: Tensor) -> Tensor: ...
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype == x.dtype:
+        return F.linear(x, weight_NK.to(x.dtype), bias_N)
+    out = F.linear(x.to(dtype), weight_NK.to(dtype)).to(x.dtype)
+    return out if bias_N is None else out + bias_N
+
+
+def install(root: nn.Module, names: dict[str, str], handler: Handler) -> dict[str, Tap]:
+    """Replace the linears of `root` at the given paths. `names` maps a path to the checkpoint's module name."""
+    taps = {}
+    for path, name in names.items():
+        parent_path, _, leaf = path.rpartition(".")
+        parent = root.get_submodule(parent_path)
+        old = getattr(parent, leaf)
+        bias = None if old.bias is None else old.bias.detach()
+        taps[name] = Tap(name, old.weight.detach(), bias, handler)
+        setattr(parent, leaf, taps[name])
+    return taps
+
+
+class Recorder:
+    """Handler of the source stream: computes, and keeps each distinct input with the names of its readers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.groups: list[list[str]] = []
+        self.inputs: list[Tensor] = []
+
+    def reset(self) -> None:
+        self.groups, self.inputs = [], []
+
+    def __call__(self, tap: Tap, x: Tensor) -> Tensor:
+        for group, seen in zip(self.groups, self.inputs, strict=True):
+            if _same(x, seen):
+                group.append(tap.name)
+                break
+        else:
+            self.groups.append([tap.name])
+            self.inputs.append(x)
+        return tap.apply_weight(x, self.dtype)
+
+
+class Solver:
+    """Handler of the quantized stream: collects at unsolved linears, computes at solved ones.
+
+    `collect(group, x)` adds one chunk's statistics; `solve(group)` returns the solved weights by name. `last` and
+    `single` say of the current chunk whether it is the last, and whether it is the only one.
+    """
+
+    def __init__(
+        self,
+        group_of: dict[str, int],
+        collect: Callable[[int, Tensor], None],
+        solve: Callable[[int], dict[str, Tensor]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.group_of, self.collect, self.solve, self.dtype = group_of, collect, solve, dtype
+        self.solved: dict[str, Tensor] = {}
+        self.last = self.single = False
+
+    def __call__(self, tap: Tap, x: Tensor) -> Tensor:
+        if tap.name not in self.solved:
+            group = self.group_of[tap.name]
+            self.collect(group, x)
+            if self.last:
+                self.solved |= self.solve(group)
+            if not self.single:
+                raise StageReached
+        return linear(x, self.solved[tap.name], tap.bias, self.dtype)
+
+
+class Keep(nn.Module):
+    """Stands in for a submodule: remembers what it was called with and returns zeros like its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        values = (*args, *kwargs.values())
+        self.calls.append(values)
+        return torch.zeros_like(values[0])
+
+
+class Replay(nn.Module):
+    """Stands in for a submodule: returns a stored output, whatever it is called with.
+
+    The stored tensor is given the shape of the first input, since MoE blocks call experts with tokens flattened.
+    """
+
+    def __init__(self, output: Tensor | tuple[object, ...]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor | tuple[object, ...]:
+        if isinstance(self.output, tuple):
+            return self.output
+        first = args[0] if args else next(iter(kwargs.values()))
+        return self.output.view(*first.shape[:-1], self.output.shape[-1])
+
+
+@contextmanager
+def swapped(root: nn.Module, changes: dict[str, nn.Module]) -> Iterator[None]:
+    """Put other modules at the given paths for the length of a block."""
+    saved: list[tuple[nn.Module, str, nn.Module]] = []
+    try:
+        for path, module in changes.items():
+            parent_path, _, leaf = path.rpartition(".")
+            parent = root.get_submodule(parent_path)
+            saved.append((parent, leaf, getattr(parent, leaf)))
+            setattr(parent, leaf, module)
+        yield
+    finally:
+        for parent, leaf, module in reversed(saved):
+            setattr(parent, leaf, module)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
