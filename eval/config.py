@@ -1,0 +1,87 @@
+"""Settings of an evaluation, checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm5_quant.model.errors import UserError
+
+KV_CACHES = ("fp16", "fp8", "int4", "tiered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """How to evaluate.
+
+    window, stride: tokens a window, and new tokens per window (None: as many as leave one token of context).
+    num_windows: stop after so many (None: the whole text). batch_size, padding_side: windows run together, and where
+    padding goes; neither changes a figure. prefix: "auto" (BOS, `[gMASK]<sop>`, what the tokenizer puts) or "none".
+    long_dialogue: turns of the drift measurement (None: off). num_dialogues: how many dialogues at most.
+    free_running: models also answer by themselves. max_new_tokens: longest answer then. decode_steps: feed dialogues
+    one token at a time, as serving does, instead of by chunks of `chunk`. max_context: tokens of context in
+    dialogues; where a dialogue is longer the oldest turns are dropped (None: the model's max_position_embeddings).
+    kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on to
+    the next token (0 or 0.3).
+    critical_words: file with one word a line, "default", or "" for none.
+    stress: add the four stress shapes. diagnose: windows on which layers, routers and the head are compared part by
+    part (0: off), and the source is compared with itself at another batch size.
+    gates: conditions such as "kl<0.05,numeric<0.5%". margin: nats per token within which "no drift" may be claimed.
+    draws, seed: of the bootstrap and of everything random. device, dtype: where and in what the models run ("auto":
+    float32 on a CPU, the model's own dtype elsewhere). source_cache: folder that keeps the source's top_k answers.
+    sequential: hold one model at a time (needs or makes a source cache).
+    """
+
+    window: int = 512
+    stride: int | None = None
+    num_windows: int | None = None
+    batch_size: int = 1
+    padding_side: str = "right"
+    prefix: str = "auto"
+    long_dialogue: int | None = None
+    num_dialogues: int = 8
+    free_running: bool = False
+    max_new_tokens: int = 48
+    decode_steps: bool = False
+    chunk: int = 256
+    max_context: int | None = None
+    kv_cache: str = "fp16"
+    kv_feedback: float = 0.0
+    critical_words: str = ""
+    stress: bool = False
+    diagnose: int = 2
+    gates: str = ""
+    margin: float = 0.01
+    draws: int = 2000
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "auto"
+    source_cache: str = ""
+    top_k: int = 256
+    sequential: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("window", "batch_size", "num_dialogues", "max_new_tokens", "chunk", "draws", "top_k"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("stride", "num_windows", "long_dialogue", "max_context"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        _at_least("diagnose", self.diagnose, 0)
+        _one_of("padding_side", self.padding_side, ("left", "right"))
+        _one_of("prefix", self.prefix, ("auto", "none"))
+        _one_of("kv_cache", self.kv_cache, KV_CACHES)
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        if not 0 <= self.kv_feedback <= 1:
+            raise UserError("out of range", item="kv_feedback", found=self.kv_feedback, expected="0 to 1")
+        if not self.margin > 0:
+            raise UserError("must be positive", item="margin", found=self.margin, expected="nats per token above 0")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError("out of range", item=name, found=value, expected=f"{least} or more")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError("unknown value", item=name, found=value, expected=" or ".join(allowed))

@@ -1,0 +1,76 @@
+"""Models for an evaluation: given ones as they are, folders through `model.load`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5_quant.eval.config import EvalConfig
+from glm5_quant.eval.runner import Runner
+from glm5_quant.model.errors import UserError
+
+
+def is_folder(model: Any) -> bool:
+    """Whether a model is named by folder rather than given."""
+    return isinstance(model, str | Path)
+
+
+def open_runner(model: Any, config: EvalConfig, name: str = "") -> Runner:
+    """A runner for a model object or a model folder."""
+    if not is_folder(model):
+        return Runner(model, name)
+    from glm5_quant.model.load import load
+
+    loaded = load(model, dtype=dtype_of(config), device=config.device)
+    return Runner(loaded, name or Path(model).resolve().name)
+
+
+def dtype_of(config: EvalConfig) -> torch.dtype | None:
+    """float32 on a CPU unless asked otherwise: bfloat16 logits carry noise as large as small divergences."""
+    if config.dtype == "auto":
+        return torch.float32 if torch.device(config.device).type == "cpu" else None
+    found: torch.dtype = getattr(torch, config.dtype)
+    return found
+
+
+def names_of(exports: Sequence[Any], names: Sequence[str] | None) -> list[str]:
+    """A distinct name for each export: as given, else the shortest ends of their paths that differ."""
+    if names is not None:
+        if len(names) != len(exports) or len(set(names)) != len(names):
+            raise UserError("needs one distinct name for each export", item="names", found=list(names))
+        return list(names)
+    paths = [Path(export).resolve().parts if is_folder(export) else (f"model-{i}",) for i, export in enumerate(exports)]
+    for depth in range(1, max((len(path) for path in paths), default=1) + 1):
+        found = ["/".join(path[-depth:]) for path in paths]
+        if len(set(found)) == len(found):
+            return found
+    raise UserError("the same export is named twice", item="exports", found=[str(export) for export in exports])
+
+
+def tokenizer_of(source: Any, exports: Sequence[Any]) -> Any:
+    """The tokenizer of the first folder that has one, or None where only model objects are given."""
+    from glm5_quant.model.texts import load_tokenizer
+
+    folders = [model for model in (source, *exports) if is_folder(model)]
+    return load_tokenizer(folders[0]) if folders else None
+
+
+def same_vocabulary(source: Runner, export: Runner) -> None:
+    """UserError when source and export cannot be compared token by token."""
+    if source.vocab_size is not None and export.vocab_size not in (None, source.vocab_size):
+        raise UserError(
+            "source and export have different vocabularies",
+            item=export.name,
+            found=export.vocab_size,
+            expected=source.vocab_size,
+        )
+
+
+def folder_bytes(model: Any) -> int | None:
+    """Size of all weight files of a folder in bytes."""
+    if not is_folder(model):
+        return None
+    return sum(path.stat().st_size for path in Path(model).rglob("*.safetensors"))

@@ -1,0 +1,32 @@
+"""The result as JSON: strict (no bare NaN or Infinity), UTF-8, with a schema version."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from glm5_quant.eval.result import EvalResult
+
+
+def to_json(result: EvalResult) -> str:
+    """The whole result; figures that are missing are null."""
+    return json.dumps(to_dict(result), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+
+
+def to_dict(result: EvalResult) -> dict[str, Any]:
+    """The whole result as plain dictionaries and lists, with NaN and infinity as None."""
+    found: dict[str, Any] = _clean(asdict(result))
+    found["gates_passed"] = result.gates_passed
+    return found
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value

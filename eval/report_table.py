@@ -1,0 +1,43 @@
+"""The result as text for a terminal."""
+
+from __future__ import annotations
+
+from glm5_quant.eval.report_tables import Table, all_tables
+from glm5_quant.eval.result import EvalResult
+
+
+def to_table(result: EvalResult) -> str:
+    """All tables with aligned columns, then findings and notes."""
+    parts = [_draw(table) for table in all_tables(result)]
+    if result.invalid is not None:
+        bad = result.invalid
+        parts.insert(0, f"INVALID: {bad.model}: {bad.reason} at document {bad.document}, position {bad.position}")
+    for export in result.exports:
+        parts += [f"{export.name}: {found.message}" for found in export.findings]
+    parts += [f"note: {note}" for note in result.notes]
+    return "\n\n".join(parts) + "\n"
+
+
+def _draw(table: Table) -> str:
+    lines = [table.header, *table.rows]
+    widths = [max(_width(line[column]) for line in lines) for column in range(len(table.header))]
+    drawn = [table.title]
+    for number, line in enumerate(lines):
+        cells = [
+            _pad(cell, width, left=column == 0) for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        drawn.append("  " + "  ".join(cells).rstrip())
+        if number == 0:
+            drawn.append("  " + "  ".join("-" * width for width in widths))
+    if table.note:
+        drawn.append(f"  {table.note}")
+    return "\n".join(drawn)
+
+
+def _width(text: str) -> int:
+    return sum(2 if ord(character) > 0x2E7F else 1 for character in text)
+
+
+def _pad(text: str, width: int, left: bool) -> str:
+    space = " " * (width - _width(text))
+    return text + space if left else space + text

@@ -1,0 +1,150 @@
+"""The tables of a report, as plain strings: terminal, Markdown and HTML only differ in how they draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from glm5_quant.eval.result import EvalResult, ExportResult, SliceResult
+from glm5_quant.eval.statistics import Estimate
+
+MISSING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table of strings; the first column is the label."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def number(value: float | None, percent: bool = False) -> str:
+    """Four significant digits, or a percentage with as many as it needs; "-" for what is missing."""
+    if value is None:
+        return MISSING
+    if percent:
+        return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
+    if value == 0:
+        return "0"
+    return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"
+
+
+def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
+    """`value ± half width of the 95% interval`, the width in as many digits as matter."""
+    if estimate is None or estimate.value is None:
+        return MISSING
+    half = estimate.half_width
+    if half is None:
+        return number(estimate.value, percent)
+    width = f"{100 * half:.2g}%" if percent else f"{half:.2g}"
+    return f"{number(estimate.value, percent)} ± {width}"
+
+
+Pick = Callable[[SliceResult], Estimate]
+
+
+def _row(
+    result: EvalResult, label: str, slice_name: str, source: Pick | None, export: Pick, percent: bool
+) -> list[str]:
+    base = next((found for found in result.source_slices if found.name == slice_name), None)
+    cells = [label, with_interval(source(base), percent) if source and base else MISSING]
+    for found in result.exports:
+        part = found.slice(slice_name)
+        cells.append("invalid" if found.status != "ok" else with_interval(export(part), percent) if part else MISSING)
+    return cells
+
+
+def agreement(part: SliceResult) -> Estimate:
+    """Share of tokens on which both models' most likely token is the same."""
+    flips = part.flips
+    if flips.value is None:
+        return flips
+    low = None if flips.high is None else 1 - flips.high
+    high = None if flips.low is None else 1 - flips.low
+    return Estimate(value=1 - flips.value, low=low, high=high)
+
+
+def text_table(result: EvalResult) -> Table:
+    """Perplexity, divergence and number errors on the text."""
+    lines: list[tuple[str, str, Pick | None, Pick, bool]] = [
+        ("perplexity per token", "all", lambda s: s.source_perplexity, lambda s: s.perplexity, False),
+        ("perplexity / source", "all", None, lambda s: s.perplexity_ratio, False),
+        ("KL(source || export), nats", "all", None, lambda s: s.kl, False),
+        ("top-1 agrees with source", "all", None, agreement, True),
+        ("top-1 is right", "all", lambda s: s.source_accuracy, lambda s: s.accuracy, True),
+        ("numeric tokens: KL", "numeric", None, lambda s: s.kl, False),
+        ("numeric tokens: top-1 differs", "numeric", None, lambda s: s.flips, True),
+        ("numeric tokens: right only in source", "numeric", None, lambda s: s.lost, True),
+        ("critical words: top-1 differs", "critical", None, lambda s: s.flips, True),
+    ]
+    rows = [_row(result, *line) for line in lines]
+    rows = [row for row in rows if any(cell != MISSING for cell in row[1:])]
+    for label in ("p50", "p99", "max"):
+        cells = [number(found.kl_percentiles.get("all", {}).get(label)) for found in result.exports]
+        rows.insert(4, [f"KL {label}", MISSING, *cells])
+    settings = result.settings
+    note = (
+        f"{settings.scored_tokens} tokens scored ({settings.scored_numeric} numeric) in {settings.windows} windows of "
+        f"{settings.window}, stride {settings.stride}, prefix {settings.prefix or 'none'} ({settings.prefix_rule}); "
+        f"{settings.skipped_empty} of {settings.documents} texts skipped as empty; ± is half of a 95% bootstrap "
+        f"interval over {settings.cluster_unit}s ({settings.draws} draws, seed {settings.seed})."
+    )
+    header = ("", "source", *(found.name for found in result.exports))
+    return Table(title="Text", header=header, rows=tuple(map(tuple, rows)), note=note)
+
+
+def slice_table(result: EvalResult) -> Table | None:
+    """KL by file, language, position and stress shape."""
+    names = [found.name for found in result.source_slices if ":" in found.name]
+    if not names or not result.exports:
+        return None
+    rows = []
+    for name in names:
+        base = next(found for found in result.source_slices if found.name == name)
+        parts = [found.slice(name) for found in result.exports]
+        cells = [with_interval(part.kl) if part else MISSING for part in parts]
+        rows.append((name, str(base.tokens), with_interval(base.source_perplexity), *cells))
+    header = ("", "tokens", "source perplexity", *(f"KL {found.name}" for found in result.exports))
+    return Table(title="By part of the text", header=header, rows=tuple(rows))
+
+
+def verdict_table(result: EvalResult) -> Table | None:
+    """Status, drift verdict and gates of each export."""
+    if not result.exports:
+        return None
+    rows = [(found.name, found.status, _verdict(found)) for found in result.exports]
+    note = (
+        f"'equivalent' means: the 90% interval of the mean NLL difference lies inside ±{result.settings.margin} nats "
+        "per token, a margin set before the run."
+    )
+    return Table(title="Verdict", header=("export", "status", "drift"), rows=tuple(rows), note=note)
+
+
+def _verdict(export: ExportResult) -> str:
+    if export.invalid is not None:
+        bad = export.invalid
+        return f"first bad token: document {bad.document} {bad.file}, position {bad.position}: {bad.reason}"
+    found = export.equivalence
+    if found is None or found.low is None:
+        return MISSING
+    return f"{found.verdict} ({number(found.low)} to {number(found.high)} nats)"
+
+
+def gate_table(result: EvalResult) -> Table | None:
+    """Every gate on every export."""
+    if not result.gates:
+        return None
+    rows = [
+        (gate.gate, gate.export, number(gate.value), "passed" if gate.passed else f"FAILED {gate.reason}".strip())
+        for gate in result.gates
+    ]
+    return Table(title="Gates", header=("gate", "export", "value", ""), rows=tuple(rows))
+
+
+def all_tables(result: EvalResult) -> list[Table]:
+    """Every table the result can fill, in reading order."""
+    makers: Sequence[Callable[[EvalResult], Table | None]] = (text_table, verdict_table, slice_table, gate_table)
+    return [table for maker in makers if (table := maker(result)) is not None]

@@ -1,0 +1,231 @@
+"""The one object everything printed comes from: table, JSON, Markdown, HTML and gates.
+
+Frozen dataclasses of plain values. Figures that cannot be had are None, never NaN; a broken model has status "invalid".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from glm5_quant.eval.statistics import Equivalence, Estimate
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invalid:
+    """Where the first figure that is not finite stands: which model, document, file and token position."""
+
+    model: str
+    document: int
+    file: str
+    position: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceResult:
+    """Both models on a share of the tokens. Perplexities per token; KL in nats; shares between 0 and 1."""
+
+    name: str
+    tokens: int
+    clusters: int
+    source_perplexity: Estimate
+    perplexity: Estimate
+    perplexity_ratio: Estimate
+    kl: Estimate
+    flips: Estimate
+    source_accuracy: Estimate
+    accuracy: Estimate
+    lost: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something a reader should act on: what kind of part, where, how large, in words."""
+
+    kind: str
+    where: str
+    value: float | None
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """One condition of `--gate` on one export."""
+
+    gate: str
+    export: str
+    value: float | None
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerResult:
+    """One decoder layer on the same inputs: relative error of its output, of its worst expert, and routing."""
+
+    layer: int
+    local_error: float | None
+    stream_error: float | None
+    routing_changed: float | None = None
+    worst_expert: int | None = None
+    worst_expert_error: float | None = None
+    coverage: tuple[int, ...] = ()
+    source_load: tuple[float, ...] = ()
+    load: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPoint:
+    """Drift at one turn of a dialogue, over all dialogues."""
+
+    turn: int
+    tokens: int
+    source_nll: float | None
+    nll: float | None
+    kl: float | None
+    flips: float | None
+    numeric_flips: float | None
+    ratio: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class DialogueResult:
+    """Teacher-forced drift over N turns of one export (or of the source: then ratio figures are those of itself)."""
+
+    turns: int
+    dialogues: int
+    points: tuple[TurnPoint, ...]
+    ratio_at: dict[str, Estimate]
+    source_growth: Estimate
+    growth: Estimate
+    relative_growth: Estimate
+    slope_per_100_turns: Estimate
+    slices: tuple[SliceResult, ...]
+    equivalence: Equivalence | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeRunningResult:
+    """Each model answering by itself, with its own history."""
+
+    dialogues: int
+    answers: int
+    first_divergence_turn: tuple[int | None, ...]
+    survival: tuple[float, ...]
+    source_nll_of_own: float | None
+    source_nll_of_export: float | None
+    source_repetition: float | None
+    repetition: float | None
+    source_number_match: Estimate
+    number_match: Estimate
+    source_misreads: dict[str, int]
+    misreads: dict[str, int]
+    source_critical_match: float | None
+    critical_match: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """A numeric task (GSM8K, SVAMP, CMATH): exact match of whole answers, and how wrong ones were misread."""
+
+    name: str
+    problems: int
+    source_exact: Estimate
+    exact: Estimate
+    difference: Estimate
+    source_misreads: dict[str, int]
+    misreads: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheResult:
+    """Quantized KV cache: per-layer relative error of keys and values, bytes kept per token and where."""
+
+    kind: str
+    feedback: float
+    key_error: tuple[float, ...]
+    value_error: tuple[float, ...]
+    device_bytes: int
+    host_bytes: int
+    bytes_16bit: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """Everything measured about one export against the source."""
+
+    name: str
+    status: str
+    invalid: Invalid | None = None
+    slices: tuple[SliceResult, ...] = ()
+    kl_percentiles: dict[str, dict[str, float]] = field(default_factory=dict)
+    equivalence: Equivalence | None = None
+    dialogue: DialogueResult | None = None
+    free_running: FreeRunningResult | None = None
+    tasks: tuple[TaskResult, ...] = ()
+    layers: tuple[LayerResult, ...] = ()
+    cache: CacheResult | None = None
+    findings: tuple[Finding, ...] = ()
+    size_bytes: int | None = None
+    forward_tokens: int = 0
+
+    def slice(self, name: str) -> SliceResult | None:
+        """The slice of that name, or None where no token fell into it."""
+        return next((found for found in self.slices if found.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How the figures came about, so that two results can be compared or refused."""
+
+    source: str
+    unit: str
+    prefix: str
+    prefix_rule: str
+    window: int
+    stride: int
+    batch_size: int
+    padding_side: str
+    documents: int
+    skipped_empty: int
+    windows: int
+    scored_tokens: int
+    scored_numeric: int
+    longest_position: int
+    cluster_unit: str
+    draws: int
+    seed: int
+    margin: float
+    dtype: str
+    kv_cache: str
+    numeric_rule: str
+    dialogue_rule: str = ""
+    context_policy: str = ""
+    source_cache_top_k: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """A whole evaluation: one source, any number of exports."""
+
+    schema_version: int
+    status: str
+    settings: Settings
+    exports: tuple[ExportResult, ...]
+    source_slices: tuple[SliceResult, ...] = ()
+    invalid: Invalid | None = None
+    noise_kl: float | None = None
+    gates: tuple[GateResult, ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    command: str = ""
+    seconds: float = 0.0
+    peak_memory_bytes: int | None = None
+    forward_tokens: int = 0
+
+    @property
+    def gates_passed(self) -> bool:
+        """True when every gate held (also when there were none)."""
+        return all(gate.passed for gate in self.gates)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_stubs import CharTokenizer
+
+from glm5_quant.eval.documents import Encoder, as_documents, language_of
+from glm5_quant.eval.prefix import Prefix, find_prefix
+from glm5_quant.eval.windows import batches, cut, plan_windows
+from glm5_quant.model.errors import UserError
+
+
+def encoded(lengths: list[int], prefix: Prefix) -> list[object]:
+    texts = [list(range(100, 100 + length)) for length in lengths]
+    return list(Encoder(None, prefix)(as_documents(texts)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    window=st.integers(4, 20),
+    stride=st.integers(1, 17),
+    prefixed=st.booleans(),
+    batch_size=st.integers(1, 4),
+    side=st.sampled_from(["left", "right"]),
+)
+def test_each_token_but_the_first_is_scored_exactly_once(
+    lengths: list[int], window: int, stride: int, prefixed: bool, batch_size: int, side: str
+) -> None:
+    prefix = Prefix(ids=(7, 8), text="", rule="glm") if prefixed else Prefix()
+    plan = plan_windows(window, min(stride, window - len(prefix.ids) - 1), prefix.ids, None)
+    documents = encoded(lengths, prefix)
+    scored: dict[int, list[int]] = {}
+    for batch in batches(cut(documents, plan), batch_size, side):
+        rows, positions = batch.rows_and_targets()
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            token = int(batch.ids[row, position])
+            scored.setdefault(batch.windows[row].encoded.index, []).append(token)
+            before = int(batch.ids[row, position - 1])
+            assert before == token - 1 or (token == 100 and before == 8)
+    for document in documents:
+        first = 0 if prefixed else 1
+        assert sorted(scored.get(document.index, [])) == document.ids[first:].tolist()
+
+
+def test_the_prefix_stands_once_before_every_window_and_is_never_scored() -> None:
+    prefix = Prefix(ids=(7, 8), text="[gMASK]<sop>", rule="glm")
+    documents = list(Encoder(None, prefix)(as_documents([[7, 8, 7, 8, 10, 11, 12, 13, 14]])))
+    for window in cut(documents, plan_windows(5, None, prefix.ids, None)):
+        assert window.ids[:2].tolist() == [7, 8]
+        assert 7 not in window.ids[2:].tolist()
+        assert window.first_scored >= 2
+
+
+def test_prefix_rules_choose_glm_then_the_tokenizers_own_then_bos_and_never_eos() -> None:
+    glm = CharTokenizer(special=["[gMASK]", "<sop>"])
+    assert find_prefix(glm).text == "[gMASK]<sop>"
+    added = CharTokenizer(bos="<s>", adds_bos=True, adds_eos=True)
+    assert (find_prefix(added).rule, find_prefix(added).ids) == ("tokenizer", (0,))
+    named = CharTokenizer(bos="<s>", adds_eos=True)
+    assert (find_prefix(named).rule, find_prefix(named).ids) == ("bos", (0,))
+    qwen_like = CharTokenizer(adds_eos=True)
+    assert find_prefix(qwen_like) == Prefix()
+    assert find_prefix(added, "none") == Prefix()
+    with pytest.raises(ValueError, match="prefix must be"):
+        find_prefix(added, "eos")
+
+
+def test_a_text_that_already_starts_with_bos_does_not_get_a_second_one() -> None:
+    tokenizer = CharTokenizer(bos="<s>", adds_bos=True)
+    prefix = find_prefix(tokenizer)
+    documents = list(Encoder(tokenizer, prefix)(as_documents(["<s>abc", "abc"])))
+    assert documents[0].ids.tolist() == documents[1].ids.tolist()
+
+
+def test_empty_and_one_token_texts_are_skipped_and_counted() -> None:
+    without, with_bos = CharTokenizer(), CharTokenizer(bos="<s>")
+    encoder = Encoder(without, find_prefix(without))
+    assert [len(found.ids) for found in encoder(as_documents(["", "a", "normal"]))] == [6]
+    assert (encoder.empty, encoder.seen) == (2, 3)
+    encoder = Encoder(with_bos, find_prefix(with_bos))
+    assert [len(found.ids) for found in encoder(as_documents(["", "a", "normal"]))] == [1, 6]
+    assert (encoder.empty, encoder.seen) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "positions", "problem"),
+    [(2, None, None, "no room"), (10, 9, None, "stride"), (10, 0, None, "stride"), (600, None, 512, "max_position")],
+)
+def test_windows_without_room_and_windows_past_the_models_positions_are_refused(
+    window: int, stride: int | None, positions: int | None, problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        plan_windows(window, stride, (1,), positions)
+
+
+def test_windows_after_the_first_keep_the_stated_context() -> None:
+    documents = encoded([20], Prefix())
+    spans = [(w.ids.tolist(), w.first_scored, w.position) for w in cut(documents, plan_windows(8, 4, (), None))]
+    assert spans[0] == (list(range(100, 108)), 1, 1)
+    assert spans[1] == (list(range(104, 112)), 4, 8)
+    assert spans[-1] == (list(range(112, 120)), 4, 16)
+
+
+def test_the_window_limit_counts_windows_over_all_documents() -> None:
+    documents = encoded([20, 20], Prefix())
+    assert len(list(cut(documents, plan_windows(8, None, (), None), limit=4))) == 4
+
+
+def test_languages_are_told_by_script() -> None:
+    assert language_of("The balance is 12.5%") == "en"
+    assert language_of("余额是 12.5%，type A") == "zh"
+    assert language_of("残高はいくらですか") == "ja"
+    assert language_of("잔액은 얼마입니까") == "ko"
+    assert language_of("12.5%") == ""
+
+
+def test_chat_rows_are_rendered_by_the_template_where_there_is_one() -> None:
+    class Row:
+        text = None
+        messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"})
+        file = "a/b.jsonl"
+
+    class Templated(CharTokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            return "".join(f"[{m['role']}]{m['content']}" for m in messages)
+
+    templated = Templated()
+    templated.chat_template = "yes"
+    assert next(as_documents([Row()], templated)).text == "[user]hi[assistant]ho"
+    plain = next(as_documents([Row()]))
+    assert (plain.text, plain.file, plain.language) == ("hi\nho", "b.jsonl", "en")
+    assert np.asarray(plain.text).size == 1
