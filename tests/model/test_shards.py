@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
 from glm5_quant.model import atomic, shards
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.shards import Spec
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 
 def spec_of(name, tensor):

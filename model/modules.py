@@ -1,0 +1,123 @@
+"""Runtime modules of a loaded export: buffers only, all computing done by `kernels.dispatch`.
+
+Letters: E experts, N out, K in, B blocks of 64 along K, C shadow columns, T tokens, D hidden size, I expert size,
+A experts a token chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glm5_quant.kernels import dispatch
+from glm5_quant.kernels.layout import PackedMatrix, Shadow
+
+
+class _PackedModule(nn.Module):
+    """Keeps packed matrices as buffers, so that `.to(device)` and `state_dict` work, and hands them out whole."""
+
+    def __init__(self, backend: str | None) -> None:
+        super().__init__()
+        self.backend = backend
+        self._matrices: dict[str, tuple[int, int, str]] = {}
+        self._cache: dict[str, PackedMatrix] = {}
+
+    def add_matrix(self, name: str, packed: PackedMatrix) -> None:
+        """Register the buffers of one matrix (or stack) under a name; a shadow comes along."""
+        self._matrices[name] = (packed.n, packed.k, packed.resident)
+        parts = {"codes": packed.codes, "scale": packed.scale, "zero": packed.zero}
+        if packed.shadow is not None:
+            shadow = packed.shadow
+            parts |= {"shadow_columns": shadow.columns, "shadow_residual": shadow.residual}
+            parts |= {"shadow_offsets": shadow.offsets}
+            if shadow.scale is not None:
+                parts["shadow_scale"] = shadow.scale
+        for part, tensor in parts.items():
+            self.register_buffer(f"{name}_{part}", tensor)
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """The matrix made of this module's buffers as they are now."""
+        if name not in self._cache:
+            n, k, resident = self._matrices[name]
+            codes, scale, zero = (self.get_buffer(f"{name}_{part}") for part in ("codes", "scale", "zero"))
+            self._cache[name] = PackedMatrix(codes, scale, zero, n, k, self._shadow(name), resident)
+        return self._cache[name]
+
+    def _shadow(self, name: str) -> Shadow | None:
+        buffers = dict(self.named_buffers(recurse=False))
+        if f"{name}_shadow_columns" not in buffers:
+            return None
+        columns, residual, offsets = (buffers[f"{name}_shadow_{part}"] for part in ("columns", "residual", "offsets"))
+        return Shadow(columns, residual, offsets, buffers.get(f"{name}_shadow_scale"))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        # Moving a module replaces its buffers: what was handed out before points to the old ones.
+        self._cache.clear()
+        return super()._apply(fn, recurse)
+
+
+class PackedLinear(_PackedModule):
+    """A linear layer on packed codes: x [..., K] -> [..., N] in x's dtype, W4A16, bias in its own dtype."""
+
+    def __init__(self, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> None:
+        super().__init__(backend)
+        self.in_features, self.out_features = packed.k, packed.n
+        self.add_matrix("weight", packed)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dispatch.linear(x, self.matrix("weight"), self.bias, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4"
+
+
+class PackedExperts(_PackedModule):
+    """The routed experts of one layer; takes the place of transformers' `experts` submodule.
+
+    gate_up: E x 2I x D, the gate's rows first; down: E x D x I. `forward` gets hidden states [T, D], expert ids [T, A]
+    (E means "no expert") and router weights [T, A], and returns [T, D].
+    """
+
+    def __init__(
+        self, gate_up: PackedMatrix, down: PackedMatrix, *, activation: str = "silu", backend: str | None = None
+    ) -> None:
+        super().__init__(backend)
+        self.num_experts, self.activation = gate_up.experts, activation
+        self.add_matrix("gate_up", gate_up)
+        self.add_matrix("down", down)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        gate_up, down = self.matrix("gate_up"), self.matrix("down")
+        out_TD = dispatch.experts(
+            flat_TD, top_k_index, top_k_weights, gate_up, down, activation=self.activation, backend=self.backend
+        )
+        return out_TD.reshape(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, activation={self.activation}, bits=4"
+
+
+class Compensation(nn.Module):
+    """Adds `gain * vector` to a decoder layer's output: the part of the quantization error that calibration predicts.
+
+    vector: float32 [D]; gain: float32 scalar. Used as a forward hook, since layers return a tensor or a tuple.
+    """
+
+    def __init__(self, vector: Tensor, gain: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("vector", vector.float())
+        self.register_buffer("gain", gain.float())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        step = self.get_buffer("gain") * self.get_buffer("vector")
+        return (hidden.float() + step).to(hidden.dtype)
+
+    def hook(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return self(output)
+        return (self(output[0]), *output[1:])

@@ -1,0 +1,272 @@
+"""Is this folder whole, finite, true to its source, and who loads it: reads an export back without trusting its writer.
+
+Letters: N out, K in, B blocks along K.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from glm5_quant.model import atomic, staging
+from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.export_plan import PART_ENDINGS, SCALE, ignored_modules
+from glm5_quant.model.exported import Exported, as_exported
+from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, read_linear
+from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
+from glm5_quant.model.fp8 import WEIGHT_DTYPES
+from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
+from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY
+from glm5_quant.model.sidecar import SidecarRecord, open_sidecar
+from glm5_quant.quant.grid import dequantize
+
+DEFAULT_SAMPLES = 32
+OUTLIER_RATIO = 3.0
+OUTLIER_FLOOR = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledError:
+    """Relative error of one matrix against the source: ||W - W^|| / ||W||, Frobenius. `outlier`: far above the rest."""
+
+    module: str
+    error: float
+    outlier: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What headers, config and index say. `exported` is None where the folder cannot be read as an export."""
+
+    problems: tuple[str, ...]
+    exported: Exported | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found. The folder is good when `ok`; `problems` say what is wrong, `warnings` what is odd.
+
+    `tensor_bytes`: all base tensors; `bits_per_weight`: over the packed matrices. `samples` are empty without a source.
+    """
+
+    folder: Path
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+    packed_linears: int
+    unpacked_matrices: int
+    tensors: int
+    tensor_bytes: int
+    symmetric: bool | None
+    group_size: int | None
+    bits_per_weight: float | None
+    features: tuple[str, ...]
+    samples: tuple[SampledError, ...]
+    compared_tensors: int
+    runtimes: tuple[RuntimeVerdict, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify(folder: str | Path, source: str | Path | None = None, *, samples: int = DEFAULT_SAMPLES) -> VerifyReport:
+    """Read an export back. With `source`, also compare: every tensor present, unpacked ones bit for bit, and the
+    dequantization error of `samples` matrices spread over the model.
+
+    Raises:
+        UserError: the folder is no checkpoint at all (missing, cut or lying files); smaller faults are in the report.
+    """
+    checkpoint = open_checkpoint(folder)
+    structure = check_structure(checkpoint)
+    problems, warnings = list(structure.problems), list(_mtp_warnings(checkpoint))
+    record: SidecarRecord | None = None
+    try:
+        opened = open_sidecar(checkpoint.folder)
+        record = opened[0] if opened else None
+    except UserError as error:
+        problems.append(str(error))
+    found: tuple[SampledError, ...] = ()
+    compared = 0
+    exported = structure.exported
+    if exported is not None:
+        problems += _value_problems(exported)
+        if source is not None:
+            original = open_checkpoint(source)
+            compared, faults = _compare(exported, original, record)
+            problems += faults
+            found, remarks = _sample(exported, original, record, samples)
+            warnings += remarks
+    features = tuple(record.features) if record else ()
+    return VerifyReport(
+        folder=checkpoint.folder,
+        problems=tuple(problems),
+        warnings=tuple(warnings),
+        packed_linears=len(exported.shapes) if exported else 0,
+        unpacked_matrices=len(_unpacked_modules(checkpoint)),
+        tensors=len(checkpoint.tensors),
+        tensor_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
+        symmetric=exported.scheme.symmetric if exported else None,
+        group_size=exported.scheme.group_size if exported else None,
+        bits_per_weight=_bits_per_weight(exported) if exported else None,
+        features=features,
+        samples=found,
+        compared_tensors=compared,
+        runtimes=runtime_verdicts(exported, features, problems) if exported else (),
+    )
+
+
+def check_structure(checkpoint: Checkpoint) -> Structure:
+    """All that can be judged without reading weights: config against tensors both ways, names, shapes, strays."""
+    problems = [*_config_problems(checkpoint), *_file_problems(checkpoint)]
+    exported = None
+    try:
+        exported = as_exported(checkpoint)
+        if exported is None:
+            problems.append("not quantized: no packed matrices, and config.json names no pack-quantized scheme")
+        else:
+            problems += _ignore_problems(exported)
+            linears(exported.plain_view, family_of(checkpoint.config, file=checkpoint.config_file))
+    except UserError as error:
+        problems.append(str(error))
+    return Structure(problems=tuple(problems), exported=exported)
+
+
+def _config_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    config = checkpoint.config
+    if config.get(KEY) is not None and config.get(SCHEME_KEY) != SCHEME:
+        yield f"config.json: {SCHEME_KEY} is {config.get(SCHEME_KEY)!r}, expected {SCHEME!r}"
+    if config.get(KEY) is not None and not isinstance(config.get(NUMERIC_KEY), bool):
+        yield f"config.json: {NUMERIC_KEY} is {config.get(NUMERIC_KEY)!r}, expected true or false"
+    for key, value in config.items():
+        if isinstance(value, dict) and KEY in value:
+            yield f"config.json: {key} holds a second {KEY}"
+    for name in (*checkpoint.dropped, *(n for n, i in checkpoint.tensors.items() if i.dtype in WEIGHT_DTYPES)):
+        yield f"{name}: left over from an FP8 source"
+
+
+def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    folder = checkpoint.folder
+    shards = set(checkpoint.shards)
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(WEIGHT_ENDINGS) and path not in shards:
+            yield f"{path.name}: a weight file that the index does not name"
+        if atomic.is_part(path) or path.name == staging.STAGE_NAME:
+            yield f"{path.name}: left over from a killed export"
+    index = folder / INDEX_NAME
+    if not index.exists():
+        yield f"{INDEX_NAME} is missing"
+    else:
+        metadata = read_json(index).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        expected = sum(info.nbytes for info in checkpoint.tensors.values())
+        if total != expected:
+            yield f"{INDEX_NAME}: total_size is {total}, the tensors have {expected} bytes"
+    for path in sorted(shards):
+        if _metadata(path) != {"format": "pt"}:
+            yield f'{path.name}: metadata is {_metadata(path)}, expected {{"format": "pt"}}'
+
+
+def _metadata(path: Path) -> object:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)).get("__metadata__")
+
+
+def _unpacked_modules(checkpoint: Checkpoint) -> list[str]:
+    plain = [(n, len(i.shape)) for n, i in checkpoint.tensors.items() if not n.endswith(PART_ENDINGS)]
+    return ignored_modules(plain)
+
+
+def _ignore_problems(exported: Exported) -> Iterator[str]:
+    """The ignore list against what is stored unpacked, both ways. A head without a tensor is tied and listed."""
+    listed, stored = set(exported.scheme.ignore), set(_unpacked_modules(exported.checkpoint))
+    for module in sorted(stored - listed):
+        yield f"{module}: stored unpacked, but not in the ignore list"
+    for module in sorted(listed - stored):
+        tied = module.endswith("lm_head") and not any(n.startswith(f"{module}.") for n in exported.checkpoint.tensors)
+        if not tied:
+            yield f"{module}: in the ignore list, but not stored as an unpacked matrix"
+
+
+def _value_problems(exported: Exported) -> Iterator[str]:
+    """Scales that are not finite or not above zero."""
+    for module in exported.shapes:
+        try:
+            scale = exported.checkpoint.read(module + SCALE)
+        except UserError as error:
+            yield str(error)
+            continue
+        if not bool((scale > 0).all()):
+            where = torch.nonzero(scale <= 0)[0].tolist()
+            yield f"{module}{SCALE}: not above zero at {where}"
+
+
+def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | None) -> tuple[int, list[str]]:
+    """Every tensor of the source is here, packed or bit-equal, unless it was replaced on purpose."""
+    checkpoint, problems, compared = exported.checkpoint, [], 0
+    replaced = set(record.replaced) if record else set()
+    packed_sources = {linear.source for linear in _linears_of(original) if linear.name in exported.shapes}
+    for name, info in original.tensors.items():
+        if name in packed_sources or name.removesuffix(".weight") in exported.shapes or name in replaced:
+            continue
+        here = checkpoint.tensors.get(name)
+        if here is None:
+            problems.append(f"{name}: in the source, but not in the export")
+        elif here.shape != info.shape:
+            problems.append(f"{name}: shape {list(here.shape)}, the source has {list(info.shape)}")
+        elif not torch.equal(checkpoint.read(name), original.read(name)):
+            problems.append(f"{name}: differs from the source")
+        compared += 1
+    extra = [n for n in checkpoint.tensors if n not in original.tensors and n not in replaced]
+    known = {linear.name for linear in _linears_of(original)} | {n.removesuffix(".weight") for n in original.tensors}
+    problems += [
+        f"{n}: not in the source" for n in extra if not (n.endswith(PART_ENDINGS) and n.rsplit(".", 1)[0] in known)
+    ]
+    return compared, problems
+
+
+def _linears_of(original: Checkpoint) -> list[Linear]:
+    return linears(original, family_of(original.config, file=original.config_file))
+
+
+def _sample(
+    exported: Exported, original: Checkpoint, record: SidecarRecord | None, count: int
+) -> tuple[tuple[SampledError, ...], list[str]]:
+    """Errors of `count` matrices evenly spread over the model, and what to say about them."""
+    rotation = ((record.settings.get("quant") or {}).get("rotation") or "none") if record else "none"
+    if rotation != "none" and record is not None and record.replaced:
+        return (), ["weights are rotated: they are not comparable with the source one by one"]
+    candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
+    chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]
+    if len(candidates) <= count:
+        chosen = candidates
+    errors = [(linear.name, _relative_error(exported, original, linear)) for linear in chosen]
+    limit = max(OUTLIER_FLOOR, OUTLIER_RATIO * statistics.median(e for _, e in errors)) if errors else OUTLIER_FLOOR
+    samples = tuple(SampledError(module=name, error=error, outlier=error > limit) for name, error in errors)
+    return samples, [f"{s.module}: relative error {s.error:.3f}, far above the rest" for s in samples if s.outlier]
+
+
+def _relative_error(exported: Exported, original: Checkpoint, linear: Linear) -> float:
+    weight_NK = read_linear(original, linear, torch.float32)
+    codes_NK, grid = exported.read(linear.name)
+    difference = torch.linalg.vector_norm(dequantize(codes_NK, grid) - weight_NK)
+    size = torch.linalg.vector_norm(weight_NK)
+    return float(difference / size) if size > 0 else (0.0 if difference == 0 else float("inf"))
+
+
+def _bits_per_weight(exported: Exported) -> float:
+    weights = sum(n * k for n, k in exported.shapes.values())
+    parts: Sequence[int] = [i.nbytes for n, i in exported.checkpoint.tensors.items() if n.endswith(PART_ENDINGS)]
+    return 8 * sum(parts) / weights
+
+
+def _mtp_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    declared = checkpoint.config.get("num_nextn_predict_layers") or 0
+    if declared and not mtp_tensors(checkpoint, family_of(checkpoint.config, file=checkpoint.config_file)):
+        yield f"config.json declares {declared} MTP layer(s) of which the folder holds no tensor"

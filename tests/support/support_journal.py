@@ -1,0 +1,131 @@
+"""A finished journal made by plain round-to-nearest, for tests of export, verify and load that need no calibration.
+
+make_journal(source, folder, ...)   every linear of the source (or those `only` picks), extra sidecar tensors and
+                                    replaced plain tensors; returns the journal folder
+rtn(weight, ...)                    codes, scale and zero of one matrix
+export_of(source, folder, ...)      journal and export in one step; returns the export folder
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from glm5_quant.model.checkpoint import open_checkpoint
+from glm5_quant.model.families import Linear, family_of, linears, read_linear
+from glm5_quant.model.journal import (
+    DataRecord,
+    Journal,
+    LayerRecord,
+    Manifest,
+    ModuleRecord,
+    SourceRecord,
+    config_digest,
+    file_sha256,
+    shard_digest,
+    write_record,
+)
+from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
+from glm5_quant.quant.packing import pack_codes, pack_zeros
+
+
+def rtn(weight: Tensor, *, symmetric: bool = False, scale_dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Grid]:
+    """Codes and grid of a matrix."""
+    grid = minmax_grid(weight, symmetric=symmetric, scale_dtype=scale_dtype)
+    return quantize(weight, grid), grid
+
+
+def packed_parts(
+    name: str, codes: Tensor, grid: Grid, *, symmetric: bool, scale_dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors a layer file holds for one matrix."""
+    parts = {
+        f"{name}.weight_packed": pack_codes(codes),
+        f"{name}.weight_scale": grid.scale.to(scale_dtype),
+        f"{name}.weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
+    }
+    return parts if symmetric else parts | {f"{name}.weight_zero_point": pack_zeros(grid.zero)}
+
+
+def make_journal(
+    source: Path,
+    folder: Path,
+    *,
+    symmetric: bool = False,
+    only: Callable[[Linear], bool] = lambda linear: True,
+    extra: Mapping[str, Tensor] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """A complete journal of `source`. `extra`: tensors for layers/model.safetensors (replacements, `eampq/...`)."""
+    checkpoint = open_checkpoint(source)
+    family = family_of(checkpoint.config)
+    by_layer: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    records: dict[int, dict[str, ModuleRecord]] = defaultdict(dict)
+    for linear in linears(checkpoint, family):
+        if not only(linear):
+            continue
+        weight = read_linear(checkpoint, linear).float()
+        codes, grid = rtn(weight, symmetric=symmetric, scale_dtype=checkpoint.dtype)
+        by_layer[linear.layer] |= packed_parts(
+            linear.name, codes, grid, symmetric=symmetric, scale_dtype=checkpoint.dtype
+        )
+        records[linear.layer][linear.name] = _record(linear, weight, codes, grid)
+    layers = int(checkpoint.config["num_hidden_layers"])
+    quant = {"symmetric": symmetric, "group_size": 64, "numeric_weight": 2.0}
+    manifest = Manifest(
+        tool_version="0",
+        source=_source_record(checkpoint),
+        data=DataRecord(name="none", sha256="0" * 64, windows=1, seqlen=1, tokens=1),
+        settings=dict(settings or {"quant": quant, "seed": 0}),
+        layers=layers,
+    )
+    (folder / "layers").mkdir(parents=True)
+    write_record(folder / "manifest.json", manifest)
+    journal = Journal(folder=folder, manifest=manifest)
+    for layer in range(layers):
+        save_file(by_layer[layer], journal.layer_file(layer), {"format": "pt"})
+        record = LayerRecord(layer=layer, file_sha256=file_sha256(journal.layer_file(layer)), modules=records[layer])
+        write_record(journal.record_file(layer), record)
+    if extra:
+        save_file(dict(extra), folder / "layers" / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def export_of(source: Path, folder: Path, **settings: Any) -> Path:
+    """Journal in `folder`/journal, export in `folder`/export."""
+    from glm5_quant.model import export
+
+    journal = make_journal(source, folder / "journal", **settings)
+    export(source, journal, folder / "export")
+    return folder / "export"
+
+
+def _record(linear: Linear, weight: Tensor, codes: Tensor, grid: Grid) -> ModuleRecord:
+    error = (dequantize(codes, grid) - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 64)).reshape(weight.shape[0], -1, 64)
+    return ModuleRecord(
+        role=linear.role,
+        n=linear.n,
+        k=linear.k,
+        tokens=1,
+        effective_tokens=1.0,
+        error=float(error),
+        error_rtn=float(error),
+        zero_blocks=int((padded == 0).all(-1).sum()),
+    )
+
+
+def _source_record(checkpoint: Any) -> SourceRecord:
+    return SourceRecord(
+        folder=str(checkpoint.folder),
+        model_type=checkpoint.config["model_type"],
+        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        config_sha256=config_digest(checkpoint.config),
+        shards={path.relative_to(checkpoint.folder).as_posix(): shard_digest(path) for path in checkpoint.shards},
+    )
