@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +54,7 @@ class Checkpoint:
     """A checked folder of safetensors: `config`, `tensors` by name (sorted), and lazy reads.
 
     `dropped` names what `tensors` leaves out, with the reason (scales of FP8 weights); everything else of the source
-    is in `tensors`. Safe for one thread.
+    is in `tensors`. Reads are safe from several threads.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class Checkpoint:
     ) -> None:
         self.folder, self.config, self.tensors, self.dropped = folder, config, tensors, dropped
         self._scheme = scheme
-        self._handles: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._handles: OrderedDict[Path, FileIO] = OrderedDict()
+        self._lock = Lock()
 
     @property
     def config_file(self) -> Path:
@@ -122,6 +126,15 @@ class Checkpoint:
             return self._rows(info, start, stop, dtype, base=(index, info.offset + index * entry_bytes, (n, k)))
         return self._rows(info, start, info.shape[0] if stop is None else stop, dtype)
 
+    def read_rows(self, name: str, rows: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """Chosen rows of a plain matrix -> [len(rows), K]; neighbours are read together. For embeddings of any size."""
+        info, parts, start = self.info(name), [], 0
+        for position in range(1, len(rows) + 1):
+            if position == len(rows) or rows[position] != rows[position - 1] + 1:
+                parts.append(self._rows(info, rows[start], rows[position - 1] + 1, dtype))
+                start = position
+        return torch.cat(parts)
+
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
             raise UserError("no such tensor", file=self.folder, item=name)
@@ -164,32 +177,37 @@ class Checkpoint:
         return value.to(target) if value.is_floating_point() else value
 
     def _scale(self, info: TensorInfo, lead: int | None) -> Tensor:
-        scale = self._raw(info, info.offset, info.shape).to(torch.float32)
-        self._check_finite(scale, info, None, 0)
-        return scale if lead is None else scale[lead]
+        if lead is None:
+            scale = self._raw(info, info.offset, info.shape)
+        else:
+            scale = self._raw(info, info.offset + lead * (info.nbytes // info.shape[0]), info.shape[1:])
+        scale = scale.to(torch.float32)
+        self._check_finite(scale, info, lead, 0)
+        return scale
 
     def _raw(self, info: TensorInfo, offset: int, shape: tuple[int, ...]) -> Tensor:
         if info.dtype not in DTYPES:
             raise UserError("values of this dtype cannot be read", file=info.file, item=info.name, found=info.dtype)
         dtype = DTYPES[info.dtype]
         buffer = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        handle = self._handle(info.file)
-        handle.seek(offset)
         view, done = buffer.numpy().data, 0
-        while done < len(view):
-            count = handle.readinto(view[done:])  # type: ignore[attr-defined]
-            if not count:
-                raise UserError("the file became shorter while it was read", file=info.file, item=info.name)
-            done += count
+        with self._lock:
+            handle = self._handle(info.file)
+            handle.seek(offset)
+            while done < len(view):
+                count = handle.readinto(view[done:])
+                if not count:
+                    raise UserError("the file became shorter while it was read", file=info.file, item=info.name)
+                done += count
         return buffer.view(dtype).reshape(shape)
 
-    def _handle(self, path: Path) -> BinaryIO:
+    def _handle(self, path: Path) -> FileIO:
         if path in self._handles:
             self._handles.move_to_end(path)
             return self._handles[path]
         while len(self._handles) >= OPEN_FILES:
             self._handles.popitem(last=False)[1].close()
-        self._handles[path] = path.open("rb", buffering=0)
+        self._handles[path] = FileIO(path)
         return self._handles[path]
 
     def _check_finite(self, value: Tensor, info: TensorInfo, lead: int | None, first_row: int) -> None:
@@ -220,6 +238,13 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     shard, an FP8 weight without its scale. Takes well under a second; reads no tensor.
     """
     folder = source_folder(path_or_hub_id)
+    try:
+        return _open(folder)
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", file=error.filename or folder) from error
+
+
+def _open(folder: Path) -> Checkpoint:
     config_file = folder / "config.json"
     config = read_json(config_file)
     tensors: dict[str, TensorInfo] = {}

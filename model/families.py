@@ -144,7 +144,9 @@ def model_config(config: Mapping[str, Any], *, file: Path | str | None = None) -
 
     family = family_of(config, file=file)
     if family.model_type == "glm5_ref":
-        import glm5_quant.model.glm5  # noqa: F401  registers our own type with the Auto classes
+        from glm5_quant.model.glm5 import register
+
+        register()
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         return CONFIG_MAPPING[family.model_type].from_dict(plain)

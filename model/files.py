@@ -42,8 +42,8 @@ def _download(hub_id: str) -> Path:
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=DOWNLOAD_PATTERNS)).absolute()
-    except (OSError, ValueError) as error:  # no network, no such model, no rights, offline and not in the cache
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # no network, no such model, no rights, offline and not cached: many unrelated types
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
             f"no such folder, and the hub does not give this model: {reason}",
             file=hub_id,
@@ -51,8 +51,8 @@ def _download(hub_id: str) -> Path:
         ) from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. UserError when the file is missing, too large, no JSON, or names a key twice."""
+def read_json(path: Path, *, strict: bool = False) -> dict[str, Any]:
+    """A JSON object from a file. UserError when it is missing, too large, no JSON, or (`strict`) names a key twice."""
     if not path.is_file():
         raise UserError("file not found", file=path, hint="A checkpoint folder holds config.json and *.safetensors")
     if path.stat().st_size > MAX_JSON_BYTES:
@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
             "file too large", file=path, found=f"{path.stat().st_size} bytes", expected=f"{MAX_JSON_BYTES} at most"
         )
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=unique_pairs)
+        value = json.loads(path.read_bytes(), object_pairs_hook=unique_pairs if strict else None)
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}", file=path) from None
     if not isinstance(value, dict):
@@ -101,7 +101,7 @@ def _no_weights(folder: Path) -> UserError:
 
 
 def _shards(index: Path) -> dict[Path, set[str] | None]:
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, strict=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("bad index", file=index, item="weight_map", expected="an object of tensor name to file name")
     by_file: dict[str, set[str]] = {}

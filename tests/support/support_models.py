@@ -2,7 +2,7 @@
 
 tiny(model_type, folder, **config_overrides)  any family, one file, bf16, seed 0
 tiny_q3 / tiny_glm / tiny_ds8 / uniform       the named fixtures of the field cases
-byte_tokenizer(folder, bos=, chat_template=)  ids are UTF-8 bytes; specials sit on bytes UTF-8 never uses: vocabulary 256
+byte_tokenizer(folder, bos=, chat_template=)  ids are UTF-8 bytes, specials on bytes it never uses (256 ids)
 read_tensors / write_tensors / rewrite / edit_config / stack_experts   change a folder afterwards
 """
 
@@ -85,25 +85,48 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "glm4": {"attention_bias": True},
+    "glm5_ref": {
+        "vocab_size": 256,
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "gqa_group_size": [4, 2, 1],
+        "dsa_min_context": 4,
+        "bos_token_id": 245,
+        "eos_token_id": 246,
+        "pad_token_id": None,
+    },
 }
 MOE_TYPES = tuple(name for name, row in OVERRIDES.items() if "num_experts_per_tok" in row)
 ALL_TYPES = tuple(OVERRIDES)
 
 
 def tiny(
-    model_type: str, folder: Path, *, dtype: torch.dtype = torch.bfloat16, shards: int = 1, **overrides: Any
+    model_type: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: int = 1,
+    scale: float = 0.02,
+    **overrides: Any,
 ) -> Path:
-    """A random model of a family in `folder` (made when missing). One shard writes no index. Returns the folder."""
+    """A random model in `folder` (made when missing), weights normal(0, scale). One shard has no index."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type == "glm5_ref":
-        import glm5_quant.model.glm5  # noqa: F401
-    values = {**_BASE, **OVERRIDES.get(model_type, {}), **overrides}
+        from glm5_quant.model.glm5 import register
+
+        register()
+    base = {} if model_type == "glm5_ref" else _BASE
+    values = {**base, **OVERRIDES[model_type], **overrides}
     config = CONFIG_MAPPING[model_type](**values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomize(model)
+    _randomize(model, scale)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in read_tensors(folder).items()}
@@ -112,8 +135,8 @@ def tiny(
     return folder
 
 
-def _randomize(model: torch.nn.Module) -> None:
-    """normal(0, 0.02) everywhere; norms near 1; biases and correction biases not 0, so that a lost one shows."""
+def _randomize(model: torch.nn.Module, scale: float) -> None:
+    """normal(0, scale) everywhere; norms near 1; biases and correction biases not 0, so that a lost one shows."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
@@ -123,7 +146,7 @@ def _randomize(model: torch.nn.Module) -> None:
             elif name.endswith("e_score_correction_bias"):
                 tensor.copy_(0.05 * noise)
             else:
-                tensor.copy_(0.02 * noise)
+                tensor.copy_(scale * noise)
 
 
 def _stored(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
