@@ -1,0 +1,165 @@
+"""`glm5-quant calibrate`: run the model over sample data and decide every scale and code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from glm5_quant.cli import options as opt
+from glm5_quant.cli.defaults import calibration_data, packaged_model, unless_default
+from glm5_quant.cli.failures import StoppedSafely, guarded, stop_at_safe_points
+from glm5_quant.cli.plan import announce, show_plan
+from glm5_quant.cli.progress import LayerProgress
+from glm5_quant.cli.terminal import facts, human_bytes, human_time, json_text, say, say_next, table, warn
+
+if TYPE_CHECKING:
+    from glm5_quant.calibrate.report import CalibrationReport
+    from glm5_quant.calibrate.settings import Settings
+
+RotationOption = Annotated[
+    opt.Rotation | None,
+    typer.Option(help="64-point Hadamard on inputs.", show_default=opt.AS_PRESET, rich_help_panel=opt.SETTINGS),
+]
+ActivationsOption = Annotated[
+    opt.Activations | None,
+    typer.Option(help="Activation format at run time.", show_default=opt.AS_PRESET, rich_help_panel=opt.SETTINGS),
+]
+ShadowBudget = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Bytes of FP16 shadows, as a share of the experts' FP16 bytes.",
+        show_default=opt.AS_PRESET,
+        rich_help_panel=opt.SETTINGS,
+    ),
+]
+AllExperts = Annotated[
+    bool,
+    typer.Option("--all-experts", help="Show every expert all tokens, not only its own.", rich_help_panel=opt.SETTINGS),
+]
+ResumeOption = Annotated[
+    opt.Resume, typer.Option(help="Go on with a stopped run, insist on one, or start again.", rich_help_panel=opt.RUN)
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only say what it would cost, like `plan`.", rich_help_panel=opt.OUTPUT)
+]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("calibrate")(calibrate)
+
+
+@guarded
+def calibrate(
+    model: opt.Model = None,
+    dataset: opt.Dataset = None,
+    num_samples: opt.NumSamples = 128,
+    seqlen: opt.SeqLen = 512,
+    preset: opt.PresetOption = opt.Preset.default,
+    symmetric: opt.Symmetric = False,
+    rotation: RotationOption = None,
+    activations: ActivationsOption = None,
+    shadow_budget: ShadowBudget = None,
+    all_experts: AllExperts = False,
+    work_dir: opt.WorkDir = opt.WORK_DIR,
+    device: opt.Device = "cpu",
+    max_memory: opt.MaxMemory = None,
+    seed: opt.Seed = 0,
+    resume: ResumeOption = opt.Resume.auto,
+    dry_run: DryRun = False,
+    overwrite: opt.Overwrite = False,
+    json: opt.Json = False,
+) -> None:
+    """Run the model over sample data, layer by layer, and decide every scale and code.
+
+    A stopped run goes on where it stopped when the same command is given again.
+    """
+    model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
+    from glm5_quant.calibrate.settings import Settings, quant_config
+
+    quant = quant_config(
+        preset.value,
+        symmetric=symmetric or None,
+        rotation=rotation and rotation.value,
+        activations=activations and activations.value,
+        shadow_budget=shadow_budget,
+    )
+    settings = Settings(
+        quant=quant,
+        num_samples=num_samples,
+        seqlen=seqlen,
+        seed=seed,
+        all_experts=all_experts,
+        device=device,
+        max_memory_bytes=opt.size(max_memory, "--max-memory"),
+    )
+    if dry_run:
+        show_plan(model, settings, work_dir, json)
+        return
+    foreseen = announce(model, settings, work_dir)
+    report = _run(model, dataset, work_dir, settings, resume=resume.value, overwrite=overwrite)
+    warn(message for message in report.warnings if message not in foreseen)
+    show_report(report, json)
+    say_next("export", work_dir=unless_default(work_dir))
+
+
+def _run(model: str, dataset: str, work_dir: str, settings: Settings, **how: Any) -> CalibrationReport:
+    """Calibrate under a bar; SIGTERM stops it between layers."""
+    from glm5_quant.calibrate import run
+
+    with stop_at_safe_points() as stop, LayerProgress() as bar:
+
+        def progress(done: run.LayerDone) -> None:
+            bar.layer_done(done.layer, done.layers, seconds=done.seconds, error=done.worst, where=done.worst_name)
+
+        try:
+            return run.calibrate(
+                model,
+                dataset,
+                work_dir=work_dir,
+                settings=settings,
+                progress=progress,
+                should_stop=lambda: stop.requested,
+                **how,
+            )
+        except run.StoppedSafely as error:
+            say(f"{error}.")
+            raise StoppedSafely from error
+
+
+def show_report(report: CalibrationReport, json: bool) -> None:
+    """Print the report: the table or JSON as data, notes as talk."""
+    if json:
+        print(json_text(report))
+        return
+    rows = [
+        (role.role, role.count, f"{role.error:.4f}", f"{role.error_rtn:.4f}", _share(role.error, role.error_rtn))
+        for role in report.roles
+    ]
+    print(table(("matrices", "count", "error", "round-to-nearest", "ratio"), rows))
+    print()
+    print(facts(*_facts(report)))
+    for note in report.notes:
+        say(f"note: {note}")
+
+
+def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
+    reused = f" ({report.layers_reused} from an earlier run)" if report.layers_reused else ""
+    return [
+        ("model", report.model),
+        ("layers", f"{report.layers}{reused}"),
+        ("tokens", f"{report.tokens:,}"),
+        ("coverage", report.coverage.line),
+        ("worst", ", ".join(f"{name} {error:.4f}" for name, error in report.worst[:3])),
+        ("zero blocks", sum(report.zero_blocks.values())),
+        ("fallbacks", len(report.fallbacks)),
+        ("time", human_time(report.seconds)),
+        ("peak memory", human_bytes(report.peak_memory_bytes)),
+        ("journal", report.journal),
+    ]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"

@@ -1,0 +1,105 @@
+"""What a bare command works on: the packaged model and corpus, and what earlier commands left in the work folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from glm5_quant.cli.options import WORK_DIR
+from glm5_quant.model.errors import UserError
+
+
+def calibration_folder(work_dir: str) -> Path:
+    return Path(work_dir).expanduser() / "calibration"
+
+
+def export_folder(work_dir: str) -> Path:
+    return Path(work_dir).expanduser() / "export"
+
+
+def unless_default(work_dir: str) -> str | None:
+    """`--work-dir` as the next command needs it: only where it is not the default."""
+    return None if work_dir == WORK_DIR else work_dir
+
+
+def packaged_model() -> str:
+    """Folder of glm5-tiny.
+
+    Raises UserError where the installation lacks its weights.
+    """
+    folder = _tiny_folder()
+    if folder is None:
+        raise UserError("glm5-tiny is not in this installation", hint="Name a model of your own with --model")
+    return str(folder)
+
+
+def calibration_data(model: str | None, work_dir: str) -> str:
+    """The packaged calibration dialogues, written to the work folder. Only for the packaged model.
+
+    Raises typer.BadParameter for a model of the user's own: its calibration data are the user's choice.
+    """
+    if model is not None and not _is_packaged(model):
+        raise typer.BadParameter(
+            "A model of your own needs data: name text like what it will read.", param_hint="--dataset"
+        )
+    return _write_corpus(work_dir, "calibration")
+
+
+def evaluation_data(model: str, work_dir: str) -> str:
+    """The packaged held-out dialogues, written to the work folder. Only for the packaged model, as above."""
+    if not _is_packaged(model):
+        raise typer.BadParameter(
+            "A model of your own needs text that it was not calibrated on.", param_hint="--dataset"
+        )
+    return _write_corpus(work_dir, "evaluation")
+
+
+def _is_packaged(model: str) -> bool:
+    folder = _tiny_folder()
+    return folder is not None and Path(model).expanduser().resolve() == folder
+
+
+def _tiny_folder() -> Path | None:
+    from glm5_quant.model import tiny
+
+    find = getattr(tiny, "folder", None)
+    return None if find is None else Path(find()).resolve()
+
+
+def _write_corpus(work_dir: str, name: str) -> str:
+    """Deterministic by seed, so writing it again changes nothing; renamed into place, so it is never half there."""
+    from glm5_quant.model.tiny import corpus
+
+    path = Path(work_dir).expanduser() / "data" / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = corpus.calibration_dialogues() if name == "calibration" else corpus.evaluation_dialogues()
+    temporary = path.with_suffix(".part")
+    corpus.export_jsonl(temporary, rows)
+    temporary.replace(path)
+    return str(path)
+
+
+def source_of_work(model: str | None, work_dir: str) -> str:
+    """The source model a command means: the one named, else the one calibrated here.
+
+    Raises UserError saying what to run first, if there is neither.
+    """
+    if model is not None:
+        return model
+    from glm5_quant.model.journal import open_journal
+
+    return open_journal(calibration_folder(work_dir)).manifest.source.folder
+
+
+def existing_export(work_dir: str) -> Path:
+    """The work folder's export.
+
+    Raises UserError saying what to run first, if it is not there.
+    """
+    folder = export_folder(work_dir)
+    if (folder / "config.json").exists():
+        return folder
+    calibrated = (calibration_folder(work_dir) / "manifest.json").exists()
+    first = "`glm5-quant export`" if calibrated else "`glm5-quant calibrate`, then `glm5-quant export`,"
+    raise UserError("no export here", file=folder, hint=f"Run {first} first, or name the folder of one")

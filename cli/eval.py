@@ -1,0 +1,135 @@
+"""`glm5-quant eval`: how far exports are from their source, on text, over long dialogues, on numbers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from glm5_quant.cli import options as opt
+from glm5_quant.cli.defaults import evaluation_data, existing_export, source_of_work, unless_default
+from glm5_quant.cli.failures import FAILED, GATE_FAILED, guarded
+from glm5_quant.cli.progress import StageProgress
+from glm5_quant.cli.terminal import say, say_next
+
+if TYPE_CHECKING:
+    from glm5_quant.eval import EvalResult
+
+
+class KvCache(StrEnum):
+    fp16 = "fp16"
+    fp8 = "fp8"
+    int4 = "int4"
+    tiered = "tiered"
+
+
+Quantized = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Export folder; give it several times to compare.",
+        show_default="WORK_DIR/export",
+        rich_help_panel=opt.INPUT,
+    ),
+]
+Window = Annotated[int, typer.Option(min=2, help="Tokens of a window.", rich_help_panel=opt.SETTINGS)]
+Stride = Annotated[
+    int | None,
+    typer.Option(min=1, help="New tokens a window.", show_default="whole windows", rich_help_panel=opt.SETTINGS),
+]
+NumWindows = Annotated[
+    int | None, typer.Option(min=1, help="Stop after so many.", show_default="all", rich_help_panel=opt.SETTINGS)
+]
+LongDialogue = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="TURNS", help="Measure drift over this many turns.", rich_help_panel=opt.SETTINGS),
+]
+FreeRunning = Annotated[
+    bool, typer.Option("--free-running", help="Models also answer by themselves.", rich_help_panel=opt.SETTINGS)
+]
+KvCacheOption = Annotated[
+    KvCache, typer.Option(help="Number format of the exports' KV cache.", rich_help_panel=opt.SETTINGS)
+]
+CriticalWords = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Words to watch, one a line; 'default' for ours.", rich_help_panel=opt.SETTINGS),
+]
+Gate = Annotated[
+    str | None,
+    typer.Option(help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.", rich_help_panel=opt.SETTINGS),
+]
+Html = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Also write a page with plots.", rich_help_panel=opt.OUTPUT)
+]
+Markdown = Annotated[str | None, typer.Option(metavar="FILE", help="Also write Markdown.", rich_help_panel=opt.OUTPUT)]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval")(evaluate)
+
+
+@guarded
+def evaluate(
+    model: opt.SourceOfWork = None,
+    quantized: Quantized = None,
+    dataset: opt.Dataset = None,
+    window: Window = 512,
+    stride: Stride = None,
+    num_windows: NumWindows = None,
+    long_dialogue: LongDialogue = None,
+    free_running: FreeRunning = False,
+    kv_cache: KvCacheOption = KvCache.fp16,
+    critical_words: CriticalWords = None,
+    gate: Gate = None,
+    work_dir: opt.WorkDir = opt.WORK_DIR,
+    device: opt.Device = "cpu",
+    seed: opt.Seed = 0,
+    html: Html = None,
+    markdown: Markdown = None,
+    json: opt.Json = False,
+) -> int:
+    """Measure perplexity, divergence, number errors and drift of exports against their source."""
+    exports = quantized or [str(existing_export(work_dir))]
+    source = source_of_work(model, work_dir)
+    texts = dataset or evaluation_data(source, work_dir)
+    from glm5_quant.eval import evaluate as measure
+
+    chosen: dict[str, Any] = {
+        "window": window,
+        "stride": stride,
+        "num_windows": num_windows,
+        "long_dialogue": long_dialogue,
+        "free_running": free_running,
+        "kv_cache": kv_cache.value,
+        "critical_words": critical_words or "",
+        "gates": gate or "",
+        "seed": seed,
+        "device": device,
+    }
+    with StageProgress() as bar:
+        result = measure(source, exports, texts, progress=bar.advance, **chosen)
+    result = replace(result, command=shlex.join(["glm5-quant", *sys.argv[1:]]))
+    show_result(result, html, markdown, json)
+    if long_dialogue is None:
+        say_next("eval", dataset=dataset, work_dir=unless_default(work_dir), long_dialogue="200", html="report.html")
+    else:
+        say_next("inspect", work_dir=unless_default(work_dir))
+    if result.status != "ok":
+        return FAILED
+    return 0 if result.gates_passed else GATE_FAILED
+
+
+def show_result(result: EvalResult, html: str | None, markdown: str | None, json: bool) -> None:
+    """Print the tables or JSON; write the report files that were asked for."""
+    from glm5_quant.eval import to_html, to_json, to_markdown, to_table
+    from glm5_quant.model.journal import write_atomic
+
+    for path, draw in ((html, to_html), (markdown, to_markdown)):
+        if path is not None:
+            write_atomic(Path(path).expanduser(), draw(result).encode())
+            say(f"Report: {path}")
+    print(to_json(result) if json else to_table(result), end="")

@@ -1,0 +1,94 @@
+"""Options that several commands share, each defined once so that it means the same everywhere."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+INPUT, SETTINGS, RUN, OUTPUT = "Input", "Settings", "Run", "Output"
+WORK_DIR = "glm5-quant-work"
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Source model: folder or hub id.", show_default="glm5-tiny, packaged", rich_help_panel=INPUT),
+]
+SourceOfWork = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Source model: folder or hub id.", show_default="as calibrated", rich_help_panel=INPUT
+    ),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(
+        help="Sample text: a .txt, .jsonl, .json or .parquet file (or .gz), a folder of them, or a hub id.",
+        show_default="the corpus of glm5-tiny",
+        rich_help_panel=INPUT,
+    ),
+]
+NumSamples = Annotated[int, typer.Option(min=1, help="Calibration windows.", rich_help_panel=INPUT)]
+SeqLen = Annotated[int, typer.Option("--seqlen", min=2, help="Tokens of a window.", rich_help_panel=INPUT)]
+WorkDir = Annotated[str, typer.Option(help="Folder for journal and export.", rich_help_panel=RUN)]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=RUN)]
+MaxMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Stay below this, e.g. 24GiB.", show_default="no limit", rich_help_panel=RUN),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Decides every random choice.", rich_help_panel=RUN)]
+Symmetric = Annotated[
+    bool,
+    typer.Option(
+        "--symmetric", help="No zero-points: loads in every server, costs accuracy.", rich_help_panel=SETTINGS
+    ),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what another run left there.", rich_help_panel=OUTPUT)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)]
+
+
+def size(text: str | None, option: str) -> int | None:
+    """Bytes of an option such as `5GB` or `512MiB`.
+
+    Raises typer.BadParameter, which is a usage error.
+    """
+    from glm5_quant.calibrate.settings import parse_bytes
+
+    try:
+        return parse_bytes(text, option)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+class Preset(StrEnum):
+    fast = "fast"
+    default = "default"
+    high = "high"
+
+
+class Resume(StrEnum):
+    auto = "auto"
+    required = "required"
+    never = "never"
+
+
+class Rotation(StrEnum):
+    none = "none"
+    folded = "folded"
+    full = "full"
+
+
+class Activations(StrEnum):
+    none = "none"
+    int8 = "int8"
+    int4_channel = "int4-channel"
+    int4_block = "int4-block"
+
+
+PresetOption = Annotated[
+    Preset, typer.Option(help="fast: grids only; high: every ingredient.", rich_help_panel=SETTINGS)
+]
+AS_PRESET = "as the preset has it"
+"""How a default that depends on the preset is shown in the help."""
