@@ -88,7 +88,7 @@ class Checkpoint:
         text = self.config.get("text_config")
         words = [c.get(key) for c in (self.config, text) if isinstance(c, dict) for key in ("dtype", "torch_dtype")]
         named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        asked = next((named[word] for word in words if word in named), None)
+        asked = next((named[word] for word in words if isinstance(word, str) and word in named), None)
         sizes: Counter[str] = Counter()
         for info in self.tensors.values():
             sizes[info.dtype] += info.nbytes

@@ -106,8 +106,7 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
         raise UserError("bad index", file=index, item="weight_map", expected="an object of tensor name to file name")
     by_file: dict[str, set[str]] = {}
     for tensor, value in weight_map.items():
-        by_file.setdefault(value if isinstance(value, str) else repr(value), set()).add(tensor)
-        if not isinstance(value, str) or not is_inside_name(value):
+        if not isinstance(value, str) or (value not in by_file and not is_inside_name(value)):
             raise UserError(
                 "the index names a file outside the folder, or none at all",
                 file=index,
@@ -115,6 +114,7 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
                 found=repr(value)[:200],
                 expected="a plain file name such as model-00001-of-00002.safetensors",
             )
+        by_file.setdefault(value, set()).add(tensor)
     for value in sorted(by_file):
         if not value.endswith(".safetensors"):
             raise UserError("the index names a file that is no safetensors", file=index, found=value)

@@ -17,6 +17,7 @@ from glm5_quant.model.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
 MAX_ELEMENTS = 2**63 - 1
+MAX_DIMENSIONS = 64  # a list of a million sizes would keep us multiplying
 
 BITS = {
     "BOOL": 8,
@@ -71,11 +72,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """`object_pairs_hook` for json that refuses a name given twice (two readers would see two different files)."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in result if names.count(name) > 1)
-        raise ValueError(f"the name {twice!r} appears twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in result:
+            raise ValueError(f"the name {name[:200]!r} appears twice")
+        result[name] = value
     return result
 
 
@@ -126,7 +127,7 @@ def _check_metadata(metadata: object, path: Path) -> None:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value <= MAX_ELEMENTS
 
 
 def _entry(name: str, value: object, path: Path, data_start: int) -> TensorInfo:
@@ -139,7 +140,7 @@ def _entry(name: str, value: object, path: Path, data_start: int) -> TensorInfo:
         raise UserError(
             "unknown dtype", file=path, item=name, found=repr(dtype)[:80], expected="one of " + ", ".join(BITS)
         )
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
         raise UserError(
             "bad shape", file=path, item=name, found=str(shape)[:80], expected="a list of integers of 0 or more"
         )
