@@ -30,6 +30,7 @@ ShadowBudget = Annotated[
     typer.Option(
         min=0.0,
         max=1.0,
+        metavar="SHARE",
         help="Bytes of FP16 shadows, as a share of the experts' FP16 bytes.",
         show_default=opt.AS_PRESET,
         rich_help_panel=opt.SETTINGS,
@@ -37,13 +38,19 @@ ShadowBudget = Annotated[
 ]
 AllExperts = Annotated[
     bool,
-    typer.Option("--all-experts", help="Show every expert all tokens, not only its own.", rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        "--all-experts",
+        metavar="",
+        help="Show every expert all tokens, not only its own.",
+        rich_help_panel=opt.SETTINGS,
+    ),
 ]
 ResumeOption = Annotated[
     opt.Resume, typer.Option(help="Go on with a stopped run, insist on one, or start again.", rich_help_panel=opt.RUN)
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Only say what it would cost, like `plan`.", rich_help_panel=opt.OUTPUT)
+    bool,
+    typer.Option("--dry-run", metavar="", help="Only say what it would cost, like `plan`.", rich_help_panel=opt.OUTPUT),
 ]
 
 

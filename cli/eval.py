@@ -31,25 +31,30 @@ class KvCache(StrEnum):
 Quantized = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="FOLDER",
         help="Export folder; give it several times to compare.",
         show_default="WORK_DIR/export",
         rich_help_panel=opt.INPUT,
     ),
 ]
-Window = Annotated[int, typer.Option(min=2, help="Tokens of a window.", rich_help_panel=opt.SETTINGS)]
+Window = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a window.", rich_help_panel=opt.SETTINGS)]
 Stride = Annotated[
     int | None,
-    typer.Option(min=1, help="New tokens a window.", show_default="whole windows", rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        min=1, metavar="N", help="New tokens a window.", show_default="all but one", rich_help_panel=opt.SETTINGS
+    ),
 ]
 NumWindows = Annotated[
-    int | None, typer.Option(min=1, help="Stop after so many.", show_default="all", rich_help_panel=opt.SETTINGS)
+    int | None,
+    typer.Option(min=1, metavar="N", help="Stop after so many.", show_default="all", rich_help_panel=opt.SETTINGS),
 ]
 LongDialogue = Annotated[
     int | None,
     typer.Option(min=1, metavar="TURNS", help="Measure drift over this many turns.", rich_help_panel=opt.SETTINGS),
 ]
 FreeRunning = Annotated[
-    bool, typer.Option("--free-running", help="Models also answer by themselves.", rich_help_panel=opt.SETTINGS)
+    bool,
+    typer.Option("--free-running", metavar="", help="Models also answer by themselves.", rich_help_panel=opt.SETTINGS),
 ]
 KvCacheOption = Annotated[
     KvCache, typer.Option(help="Number format of the exports' KV cache.", rich_help_panel=opt.SETTINGS)
@@ -60,7 +65,9 @@ CriticalWords = Annotated[
 ]
 Gate = Annotated[
     str | None,
-    typer.Option(help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.", rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        metavar="GATES", help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.", rich_help_panel=opt.SETTINGS
+    ),
 ]
 Html = Annotated[
     str | None, typer.Option(metavar="FILE", help="Also write a page with plots.", rich_help_panel=opt.OUTPUT)
@@ -125,11 +132,11 @@ def evaluate(
 
 def show_result(result: EvalResult, html: str | None, markdown: str | None, json: bool) -> None:
     """Print the tables or JSON; write the report files that were asked for."""
-    from glm5_quant.eval import to_html, to_json, to_markdown, to_table
+    from glm5_quant import eval as room
     from glm5_quant.model.journal import write_atomic
 
-    for path, draw in ((html, to_html), (markdown, to_markdown)):
+    for path, form in ((html, "to_html"), (markdown, "to_markdown")):
         if path is not None:
-            write_atomic(Path(path).expanduser(), draw(result).encode())
+            write_atomic(Path(path).expanduser(), getattr(room, form)(result).encode())
             say(f"Report: {path}")
-    print(to_json(result) if json else to_table(result), end="")
+    print(room.to_json(result) if json else room.to_table(result), end="")

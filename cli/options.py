@@ -12,41 +12,54 @@ WORK_DIR = "glm5-quant-work"
 
 Model = Annotated[
     str | None,
-    typer.Option(help="Source model: folder or hub id.", show_default="glm5-tiny, packaged", rich_help_panel=INPUT),
+    typer.Option(
+        metavar="MODEL",
+        help="Source model: folder or hub id.",
+        show_default="glm5-tiny, packaged",
+        rich_help_panel=INPUT,
+    ),
 ]
 SourceOfWork = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Source model: folder or hub id.", show_default="as calibrated", rich_help_panel=INPUT
+        "--model",
+        metavar="MODEL",
+        help="Source model: folder or hub id.",
+        show_default="as calibrated",
+        rich_help_panel=INPUT,
     ),
 ]
 Dataset = Annotated[
     str | None,
     typer.Option(
+        metavar="DATA",
         help="Sample text: a .txt, .jsonl, .json or .parquet file (or .gz), a folder of them, or a hub id.",
         show_default="the corpus of glm5-tiny",
         rich_help_panel=INPUT,
     ),
 ]
-NumSamples = Annotated[int, typer.Option(min=1, help="Calibration windows.", rich_help_panel=INPUT)]
-SeqLen = Annotated[int, typer.Option("--seqlen", min=2, help="Tokens of a window.", rich_help_panel=INPUT)]
-WorkDir = Annotated[str, typer.Option(help="Folder for journal and export.", rich_help_panel=RUN)]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.", rich_help_panel=RUN)]
+NumSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Calibration windows.", rich_help_panel=INPUT)]
+SeqLen = Annotated[int, typer.Option("--seqlen", min=2, metavar="N", help="Tokens of a window.", rich_help_panel=INPUT)]
+WorkDir = Annotated[str, typer.Option(metavar="FOLDER", help="Folder for journal and export.", rich_help_panel=RUN)]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.", rich_help_panel=RUN)]
 MaxMemory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Stay below this, e.g. 24GiB.", show_default="no limit", rich_help_panel=RUN),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Decides every random choice.", rich_help_panel=RUN)]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides every random choice.", rich_help_panel=RUN)]
 Symmetric = Annotated[
     bool,
     typer.Option(
-        "--symmetric", help="No zero-points: loads in every server, costs accuracy.", rich_help_panel=SETTINGS
+        "--symmetric",
+        metavar="",
+        help="No zero-points: loads in every server, costs accuracy.",
+        rich_help_panel=SETTINGS,
     ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what another run left there.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--overwrite", metavar="", help="Replace what another run left there.", rich_help_panel=OUTPUT)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT)]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print the result as JSON.", rich_help_panel=OUTPUT)]
 
 
 def size(text: str | None, option: str) -> int | None:
@@ -90,5 +103,5 @@ class Activations(StrEnum):
 PresetOption = Annotated[
     Preset, typer.Option(help="fast: grids only; high: every ingredient.", rich_help_panel=SETTINGS)
 ]
-AS_PRESET = "as the preset has it"
+AS_PRESET = "by preset"
 """How a default that depends on the preset is shown in the help."""

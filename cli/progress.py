@@ -60,7 +60,7 @@ class LayerProgress(_Bar):
         memory = human_bytes(memory_bytes())
         if self._tty:
             form = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} layers{postfix}"
-            self._move(layer, layers, initial=layer, bar_format=form)
+            self._move(layer, layers, initial=layer, mininterval=0, bar_format=form)
             assert self._bar is not None
             self._bar.set_postfix_str(f"{left} left, {memory}, worst error {self._worst:.4f}", refresh=False)
             self._bar.update(1)

@@ -1,0 +1,280 @@
+"""The commands on a real tiny model, one after the other as a user types them, and in the wrong order."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_models import byte_tokenizer, tiny_glm
+from typer.testing import CliRunner
+
+import glm5_quant.cli.main as main
+from glm5_quant.eval.result import EvalResult, GateResult, Settings
+
+TEXT = "The limit of account {0} is {1}.50 EUR, not more than 12.5% above last year's.\n"
+CALIBRATE = ["calibrate", "--num-samples", "8", "--seqlen", "32"]
+
+
+def _run(*arguments: str) -> Any:
+    return CliRunner().invoke(main.build(), list(map(str, arguments)), catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_tokenizer(tiny_glm(tmp_path_factory.mktemp("cli") / "source"))
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> Path:
+    path = model.parent / "text.jsonl"
+    rows = ({"text": TEXT.format(number, 100 * number)} for number in range(20))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def work(model: Path, text: Path) -> Path:
+    """A work folder after `calibrate` and `export`."""
+    folder = model.parent / "work"
+    done = _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(folder))
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines()[-1] == f"Next: glm5-quant export --work-dir {folder}"
+    done = _run("export", "--work-dir", str(folder))
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+def test_calibrate_prints_the_report_and_reuses_a_finished_journal(model: Path, text: Path, work: Path) -> None:
+    again = _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(work))
+    assert again.exit_code == 0
+    assert "(2 from an earlier run)" in again.stdout
+    assert "round-to-nearest" in again.stdout
+    assert "of memory and" in again.stderr
+    assert "layer 1/2" not in again.stderr
+
+
+def test_calibrate_as_json_puts_nothing_else_on_stdout(model: Path, text: Path, work: Path) -> None:
+    done = _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(work), "--json")
+    report = json.loads(done.stdout)
+    assert report["layers"] == 2
+    assert report["coverage"]["experts"] == 4
+
+
+def test_other_settings_in_the_same_work_folder_are_refused_by_name(model: Path, text: Path, work: Path) -> None:
+    arguments = ["--model", str(model), "--dataset", str(text), "--work-dir", str(work)]
+    refused = _run(*CALIBRATE, *arguments, "--symmetric")
+    assert refused.exit_code == 1
+    assert "symmetric" in refused.stderr
+    assert "Traceback" not in refused.output
+    assert refused.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["plan"], ["calibrate", "--dry-run", "--dataset", "unused"]])
+def test_plan_and_dry_run_say_what_it_would_cost_and_write_nothing(
+    model: Path, tmp_path: Path, command: list[str]
+) -> None:
+    folder = tmp_path / "work"
+    done = _run(*command, "--model", str(model), "--work-dir", str(folder))
+    assert done.exit_code == 0
+    assert "peak" in done.stdout
+    assert f"Next: glm5-quant calibrate --model {model} --work-dir {folder}" in done.stderr
+    assert not folder.exists()
+
+
+def test_plan_as_json_has_figures_without_the_list_of_matrices(model: Path, tmp_path: Path) -> None:
+    done = _run("plan", "--model", str(model), "--work-dir", str(tmp_path), "--max-memory", "8GiB", "--json")
+    figures = json.loads(done.stdout)
+    assert figures["model_type"] == "glm4_moe"
+    assert figures["memory_cap_bytes"] == 8 * 2**30
+    assert "by_layer" not in figures
+
+
+def test_plan_refuses_what_cannot_work_after_showing_why(model: Path, tmp_path: Path) -> None:
+    done = _run("plan", "--model", str(model), "--work-dir", str(tmp_path), "--max-memory", "64MiB")
+    assert done.exit_code == 1
+    assert "does not fit" in done.stdout
+    assert "--max-memory" in done.stderr
+
+
+def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    done = _run("export", "--work-dir", str(work), "--output-dir", str(target), "--max-shard-size", "64KiB")
+    assert done.exit_code == 0
+    assert f"written      {target}" in done.stdout
+    assert "of MTP layers" in done.stdout
+    assert done.stderr.splitlines()[-2:] == [
+        f"Next: glm5-quant verify {target}",
+        f"Next: glm5-quant eval --quantized {target} --work-dir {work}",
+    ]
+    again = _run("export", "--work-dir", str(work), "--output-dir", str(target))
+    assert again.exit_code == 1
+    assert "Traceback" not in again.output
+    replaced = _run("export", "--work-dir", str(work), "--output-dir", str(target), "--overwrite", "--json")
+    assert json.loads(replaced.stdout)["packed_linears"] > 0
+
+
+def test_verify_compares_with_the_source_that_was_calibrated(work: Path) -> None:
+    done = _run("verify", "--work-dir", str(work))
+    assert done.exit_code == 0, done.output
+    assert "whole and readable" in done.stdout
+    assert "bit for bit" in done.stdout
+    assert "vLLM" in done.stdout
+    assert json.loads(_run("verify", "--work-dir", str(work), "--json").stdout)["problems"] == []
+
+
+def test_verify_of_a_damaged_export_names_the_problem_and_fails(work: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert _run("export", "--work-dir", str(work), "--output-dir", str(target)).exit_code == 0
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"]["ignore"].pop()
+    (target / "config.json").write_text(json.dumps(config))
+    done = _run("verify", str(target))
+    assert done.exit_code == 1
+    assert "problem: " in done.stderr
+    assert "Not compared with the source" in done.stderr
+    assert "1 problems" in done.stdout
+
+
+def test_inspect_shows_journal_layer_export_and_source(work: Path, model: Path) -> None:
+    journal = _run("inspect", "--work-dir", str(work))
+    assert "2 of 2 finished" in journal.stdout
+    assert _run("inspect", str(work)).stdout == journal.stdout
+    assert "mlp.experts.3.down_proj" in _run("inspect", "--work-dir", str(work), "--layer", "1").stdout
+    assert "pack-quantized" in _run("inspect", str(work / "export")).stdout
+    assert "mlp.gate.weight" in _run("inspect", str(model), "--layer", "1").stdout
+    assert "not quantized" in _run("inspect", str(model)).stdout
+
+
+def test_inspect_as_json_has_every_record(work: Path, model: Path) -> None:
+    journal = json.loads(_run("inspect", "--work-dir", str(work), "--json").stdout)
+    assert [layer["layer"] for layer in journal["layers"]] == [0, 1]
+    tensors = json.loads(_run("inspect", str(model), "--layer", "0", "--json").stdout)["tensors"]
+    assert all("layers.0." in tensor["name"] for tensor in tensors)
+
+
+def test_inspect_of_a_layer_that_is_not_there_says_which_are(work: Path) -> None:
+    done = _run("inspect", "--work-dir", str(work), "--layer", "7")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "found 7; expected 0 to 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        (["export"], "Run `glm5-quant calibrate` first"),
+        (["verify"], "Run `glm5-quant calibrate`, then `glm5-quant export`, first"),
+        (["eval"], "Run `glm5-quant calibrate`, then `glm5-quant export`, first"),
+        (["inspect"], "Run `glm5-quant calibrate` first"),
+    ],
+)
+def test_a_command_typed_too_early_says_what_to_run_first(tmp_path: Path, command: list[str], first: str) -> None:
+    done = _run(*command, "--work-dir", str(tmp_path))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert first in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_after_calibrate_alone_asks_for_export(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "calibration").symlink_to(work / "calibration")
+    done = _run("eval", "--work-dir", str(tmp_path))
+    assert "Run `glm5-quant export` first" in done.stderr
+
+
+def test_eval_of_a_model_of_ones_own_needs_a_dataset(work: Path) -> None:
+    done = _run("eval", "--work-dir", str(work))
+    assert done.exit_code == 2
+    assert "--dataset" in done.stderr
+
+
+BAD_INPUTS: dict[str, list[str]] = {
+    "missing model folder": ["--model", "/no/such/folder"],
+    "missing data": ["--dataset", "missing.jsonl"],
+    "missing hub data": ["--dataset", "nobody/nothing"],
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_input_gives_one_message_and_leaves_nothing(case: str, model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ["--model", str(model), "--dataset", str(text), *BAD_INPUTS[case], "--work-dir", str(tmp_path / "work")]
+    done = _run(*CALIBRATE, *arguments)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.count("error:") == 1
+    assert not (tmp_path / "work").exists()
+
+
+def test_sigterm_stops_after_a_layer_and_the_next_run_goes_on(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from glm5_quant.calibrate import run
+
+    arguments = [*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(tmp_path)]
+    solve_layer = run._Run._layer
+
+    def signalled(self: Any, *where: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return solve_layer(self, *where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run._Run, "_layer", signalled)
+        stopped = _run(*arguments)
+    assert stopped.exit_code == 75
+    assert "Stopping after the layer in work" in stopped.stderr
+    assert "1 of 2 layers are finished" in stopped.stderr
+    done = _run(*arguments)
+    assert done.exit_code == 0
+    assert "(1 from an earlier run)" in done.stdout
+
+
+def _result(*, status: str = "ok", passed: bool = True) -> EvalResult:
+    plain = {item.name: "x" if item.type == "str" else 1 for item in fields(Settings)}
+    gates = () if passed else (GateResult(gate="kl<0", export="export", value=0.1, passed=False),)
+    return EvalResult(schema_version=1, status=status, settings=Settings(**plain), exports=(), gates=gates)  # type: ignore[arg-type]
+
+
+def _eval(monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, *more: str, **outcome: Any) -> tuple[Any, Any]:
+    """Run `eval` with a measuring function that only remembers what it was asked."""
+    import glm5_quant.eval as room
+
+    asked: dict[str, Any] = {}
+
+    def evaluate(source: Any, exports: Any, texts: Any, *, progress: Any, **settings: Any) -> Any:
+        progress("windows", 1, 1)
+        asked.update(settings, source=source, exports=exports, texts=texts)
+        return _result(**outcome)
+
+    monkeypatch.setattr(room, "evaluate", evaluate, raising=False)
+    return _run("eval", "--work-dir", str(work), "--dataset", str(text), *more), asked
+
+
+def test_eval_takes_source_and_export_from_the_work_folder(
+    monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, model: Path
+) -> None:
+    done, asked = _eval(monkeypatch, work, text, "--window", "64", "--num-windows", "3", "--gate", "kl<1")
+    assert done.exit_code == 0
+    assert asked["source"] == str(model)
+    assert asked["exports"] == [str(work / "export")]
+    assert (asked["window"], asked["num_windows"], asked["gates"]) == (64, 3, "kl<1")
+    assert "long-dialogue 200" in done.stderr
+
+
+def test_eval_writes_reports_whole_and_names_them(
+    monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "report.md"
+    done, _ = _eval(monkeypatch, work, text, "--markdown", str(page), "--json", "--long-dialogue", "200")
+    assert json.loads(done.stdout)["status"] == "ok"
+    assert page.read_text().startswith("# Evaluation")
+    assert f"Report: {page}" in done.stderr
+
+
+def test_eval_ends_with_3_when_a_gate_fails_and_with_1_when_figures_are_not_finite(
+    monkeypatch: pytest.MonkeyPatch, work: Path, text: Path
+) -> None:
+    failed, _ = _eval(monkeypatch, work, text, passed=False)
+    assert failed.exit_code == 3
+    invalid, _ = _eval(monkeypatch, work, text, status="invalid", passed=False)
+    assert invalid.exit_code == 1
