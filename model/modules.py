@@ -53,14 +53,16 @@ class _PackedModule(nn.Module):
         columns, residual, offsets = (buffers[f"{name}_shadow_{part}"] for part in ("columns", "residual", "offsets"))
         return Shadow(columns, residual, offsets, buffers.get(f"{name}_shadow_scale"))
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # Moving a module replaces its buffers: what was handed out before points to the old ones.
         self._cache.clear()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 class PackedLinear(_PackedModule):
     """A linear layer on packed codes: x [..., K] -> [..., N] in x's dtype, W4A16, bias in its own dtype."""
+
+    bias: Tensor | None
 
     def __init__(self, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> None:
         super().__init__(backend)

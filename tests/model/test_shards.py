@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -65,7 +66,7 @@ def test_bytes_follow_from_content_alone(tmp_path):
     length = int.from_bytes(head[:8], "little")
     assert length % 8 == 0
     offsets = [v["data_offsets"] for k, v in json.loads(head[8 : 8 + length]).items() if k != "__metadata__"]
-    assert all(a[1] == b[0] for a, b in zip(offsets, offsets[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
 
 
 def test_golden_bytes_of_a_tiny_shard(tmp_path):

@@ -8,6 +8,7 @@ export_of(source, folder, ...)      journal and export in one step; returns the 
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -80,7 +81,7 @@ def make_journal(
     quant = {"symmetric": symmetric, "group_size": 64, "numeric_weight": 2.0}
     manifest = Manifest(
         tool_version="0",
-        source=_source_record(checkpoint),
+        source=source_record(checkpoint),
         data=DataRecord(name="none", sha256="0" * 64, windows=1, seqlen=1, tokens=1),
         settings=dict(settings or {"quant": quant, "seed": 0}),
         layers=layers,
@@ -106,6 +107,15 @@ def export_of(source: Path, folder: Path, **settings: Any) -> Path:
     return folder / "export"
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder with its bytes."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
 def _record(linear: Linear, weight: Tensor, codes: Tensor, grid: Grid) -> ModuleRecord:
     error = (dequantize(codes, grid) - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 64)).reshape(weight.shape[0], -1, 64)
@@ -121,7 +131,7 @@ def _record(linear: Linear, weight: Tensor, codes: Tensor, grid: Grid) -> Module
     )
 
 
-def _source_record(checkpoint: Any) -> SourceRecord:
+def source_record(checkpoint: Any) -> SourceRecord:
     return SourceRecord(
         folder=str(checkpoint.folder),
         model_type=checkpoint.config["model_type"],
