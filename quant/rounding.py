@@ -18,6 +18,7 @@ from torch import Tensor
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.descent import descend, refit_scales
 from glm5_quant.quant.errors import quadratic_rows, relative_error
+from glm5_quant.quant.factor import Order, order_columns
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
 from glm5_quant.quant.statistics import shrink
 
@@ -61,9 +62,15 @@ def solve(
     trusted_KK = plain_KK
     if config.shrink and n_eff is not None:
         trusted_KK = shrink(plain_KK, n_eff)
-    if grid is None:
-        grid = choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
-    codes = error_feedback(weight, trusted_KK, grid, config.damp) if config.error_feedback else quantize(weight, grid)
+    if config.error_feedback:
+        order = order_columns(trusted_KK.reshape(-1, k, k), config.damp)
+        # Later columns make up for part of an early column's error; what they cannot is what the grid should minimise.
+        importance = order.variance_EK.reshape(*weight.shape[:-2], k) if config.weighted_grid else None
+        grid = grid or _search(weight, importance, config, scale_dtype)
+        codes = error_feedback(weight, order, grid)
+    else:
+        grid = grid or choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
+        codes = quantize(weight, grid)
     for sweep in range(config.descent_sweeps):
         if config.refit_scales and sweep == 0:
             grid = refit_scales(weight, trusted_KK, codes, grid, scale_dtype)
@@ -84,73 +91,40 @@ def usable_hessian(hessian_KK: Tensor) -> Tensor:
 
 
 def choose_grid(weight_NK: Tensor, hessian_KK: Tensor, config: QuantConfig, *, scale_dtype: torch.dtype) -> Grid:
-    """The grid weighted by diag H, or per row the unweighted one where that has the smaller full quadratic error."""
-    shape = {"group_size": config.group_size, "symmetric": config.symmetric}
-    plain = search_grid(weight_NK, None, **shape, scale_dtype=scale_dtype)  # type: ignore[arg-type]
+    """For rounding to nearest: the grid weighted by diag H or, row by row, the unweighted one where that is better."""
+    plain = _search(weight_NK, None, config, scale_dtype)
     if not config.weighted_grid:
         return plain
     diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
-    importance = diagonal + config.damp * diagonal.mean(-1, keepdim=True)
-    weighted = search_grid(weight_NK, importance, **shape, scale_dtype=scale_dtype)  # type: ignore[arg-type]
-    errors = [
+    weighted = _search(weight_NK, diagonal + config.damp * diagonal.mean(-1, keepdim=True), config, scale_dtype)
+    better, other = (
         quadratic_rows(weight_NK - dequantize(quantize(weight_NK, one), one), hessian_KK) for one in (weighted, plain)
-    ]
-    return weighted.rows(errors[0] <= errors[1], plain)
+    )
+    return weighted.rows(better <= other, plain)
 
 
-def error_feedback(weight_NK: Tensor, hessian_KK: Tensor, grid: Grid, damp: float) -> Tensor:
-    """Codes uint8 [..., N, K] by error feedback in descending order of diag H (stable), on the given static grid."""
+def _search(weight_NK: Tensor, importance: Tensor | None, config: QuantConfig, scale_dtype: torch.dtype) -> Grid:
+    return search_grid(
+        weight_NK, importance, group_size=config.group_size, symmetric=config.symmetric, scale_dtype=scale_dtype
+    )
+
+
+def error_feedback(weight_NK: Tensor, order: Order, grid: Grid) -> Tensor:
+    """Codes uint8 [..., N, K]: columns rounded in the given order on static grids, errors carried to later columns."""
     batch, (n, k) = weight_NK.shape[:-2], weight_NK.shape[-2:]
-    weight_ENK, hessian_EKK = weight_NK.reshape(-1, n, k), hessian_KK.reshape(-1, k, k)
-    order_EK = torch.sort(hessian_EKK.diagonal(dim1=-2, dim2=-1), dim=-1, descending=True, stable=True).indices
-    permuted_EKK = hessian_EKK.gather(1, order_EK[:, :, None].expand(-1, -1, k))
-    permuted_EKK = permuted_EKK.gather(2, order_EK[:, None, :].expand(-1, k, -1))
-    unit_EKK = unit_upper_factor(permuted_EKK, damp)
+    rows_first = order.order_EK[:, :, None].expand(-1, -1, n)
 
     def columns(per_weight_NK: Tensor) -> Tensor:
-        rows_first = order_EK[:, :, None].expand(-1, -1, n)
         return per_weight_NK.reshape(-1, n, k).transpose(1, 2).gather(1, rows_first)
 
     zero = expand(grid.zero, grid, k).float()
     live = expand(to_blocks(weight_NK, grid.group_size).abs().amax(-1) > 0, grid, k)
-    scale_EKN = columns(expand(grid.scale, grid, k))
     # Feedback must not leak into blocks of zeros: their codes are pinned to the zero-point.
     low_EKN, high_EKN = columns(-zero * live), columns((MAX_CODE - zero) * live)
-    steps_EKN = _feed_back(columns(weight_ENK), unit_EKK, scale_EKN, low_EKN, high_EKN)
-    steps_EKN = torch.empty_like(steps_EKN).scatter_(1, order_EK[:, :, None].expand(-1, -1, n), steps_EKN)
-    codes = steps_EKN.transpose(1, 2).reshape(*batch, n, k) + zero
-    return codes.to(torch.uint8)
-
-
-def unit_upper_factor(hessian_EKK: Tensor, damp: float) -> Tensor:
-    """M of H + lambda I = M D M^T, unit upper triangular, float32 [E, K, K]; lambda = damp * mean diag H.
-
-    float32 first; what does not factor is tried in float64, then with ten times the damping until it does.
-    """
-    mean_E = hessian_EKK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    reversed_EKK = hessian_EKK.flip(-1, -2)
-    scaled = _damped(reversed_EKK / mean_E[:, None, None], damp)
-    factor_EKK, info_E = torch.linalg.cholesky_ex(scaled)
-    for bad in torch.nonzero((info_E != 0) | ~torch.isfinite(factor_EKK).flatten(1).all(1)).flatten().tolist():
-        factor_EKK[bad] = _stubborn_factor(reversed_EKK[bad].double() / mean_E[bad].double(), max(damp, 1e-6))
-    factor_EKK = factor_EKK / factor_EKK.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-    unit_EKK: Tensor = factor_EKK.flip(-1, -2).contiguous()
-    return unit_EKK
-
-
-def _damped(hessian: Tensor, amount: float) -> Tensor:
-    result = hessian.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(amount)
-    return result
-
-
-def _stubborn_factor(hessian_KK: Tensor, damp: float) -> Tensor:
-    while True:
-        factor_KK, info = torch.linalg.cholesky_ex(_damped(hessian_KK, damp))
-        if int(info) == 0:
-            found_KK: Tensor = factor_KK.float()
-            return found_KK
-        damp *= 10.0
+    scale_EKN = columns(expand(grid.scale, grid, k))
+    steps_EKN = _feed_back(columns(weight_NK), order.unit_EKK, scale_EKN, low_EKN, high_EKN)
+    steps_EKN = torch.empty_like(steps_EKN).scatter_(1, rows_first, steps_EKN)
+    return (steps_EKN.transpose(1, 2).reshape(*batch, n, k) + zero).to(torch.uint8)
 
 
 def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN: Tensor, high_EKN: Tensor) -> Tensor:

@@ -16,19 +16,33 @@ MIN_TOKENS_PER_CHANNEL = 4
 
 
 def target_direction(weight_NK: Tensor, hessian_KK: Tensor, cross_KK: Tensor, delta: float = 0.1) -> Tensor:
-    """D = W (C - H)(H + delta mean(diag H) I)^-1, float32 [N, K]. Zero H gives a zero direction."""
-    k = hessian_KK.shape[-1]
-    mean = hessian_KK.diagonal(dim1=-2, dim2=-1).mean(-1)
-    ridge = hessian_KK.double().clone()
-    ridge.diagonal(dim1=-2, dim2=-1).add_((delta * mean).clamp(min=torch.finfo(torch.float32).tiny)[..., None])
-    factor, info = torch.linalg.cholesky_ex(ridge)
-    if bool((info != 0).any()):
-        ridge.diagonal(dim1=-2, dim2=-1).add_((mean + 1.0)[..., None])
-        factor = torch.linalg.cholesky(ridge)
-    right_KK = torch.cholesky_solve((cross_KK - hessian_KK).double().transpose(-1, -2), factor)
-    if k != weight_NK.shape[-1]:
-        raise ValueError(f"weight has {weight_NK.shape[-1]} columns, the moments {k}")
-    return weight_NK.float() @ right_KK.transpose(-1, -2).float()
+    """D = W (C - H)(H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
+
+    Matrices that share their moments (q/k/v, gate/up) are best stacked along N: the factor is then made once.
+    Raises ValueError for shapes that do not fit.
+    """
+    n, k = weight_NK.shape[-2:]
+    if k != hessian_KK.shape[-1] or cross_KK.shape != hessian_KK.shape:
+        raise ValueError(f"weight has {k} columns, the moments {hessian_KK.shape[-1]} and {cross_KK.shape[-1]}")
+    weight, gap_KK = weight_NK.float(), (cross_KK - hessian_KK).float()
+    factor_KK = _ridge_factor(hessian_KK.float(), delta)
+    # Solve for the smaller of the two right sides.
+    if n < k:
+        return torch.cholesky_solve((weight @ gap_KK).transpose(-1, -2), factor_KK).transpose(-1, -2)
+    return weight @ torch.cholesky_solve(gap_KK.transpose(-1, -2), factor_KK).transpose(-1, -2)
+
+
+def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
+    """Lower Cholesky factor of H + delta mean(diag H) I; more is added until every matrix of a stack factors."""
+    mean = hessian_KK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    while True:
+        ridge_KK = hessian_KK.clone()
+        ridge_KK.diagonal(dim1=-2, dim2=-1).add_((delta * mean)[..., None])
+        factor_KK, info = torch.linalg.cholesky_ex(ridge_KK)
+        if not bool((info != 0).any()):
+            found_KK: Tensor = factor_KK
+            return found_KK
+        delta = max(10.0 * delta, 1e-6)
 
 
 def damped_target(weight_NK: Tensor, hessian_KK: Tensor, cross_KK: Tensor, alpha: float, delta: float = 0.1) -> Tensor:

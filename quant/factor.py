@@ -1,0 +1,62 @@
+"""The order columns are rounded in, and the factor of H that carries one column's rounding error to the next.
+
+Dimensions: E leading batch (experts), K in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Order:
+    """H in the order of rounding, factored as M D M^T.
+
+    order_EK     int64, column of the matrix that is rounded at each step: descending diag H, ties in natural order
+    unit_EKK     float32 M, unit upper triangular, in the order of rounding
+    variance_EK  float32 diagonal of D, in **natural** order: the part of a column's mean square that columns rounded
+                 later cannot make up for. Scaled by 1 / mean diag H.
+    """
+
+    order_EK: Tensor
+    unit_EKK: Tensor
+    variance_EK: Tensor
+
+
+def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
+    """Sort by diag H (stable) and factor H + damp * mean(diag H) I. Never fails: see `_stubborn_factor`."""
+    k = hessian_EKK.shape[-1]
+    diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)
+    order_EK = torch.sort(diagonal_EK, dim=-1, descending=True, stable=True).indices
+    # Reversed, a lower Cholesky factor becomes the upper one that M D M^T asks for.
+    reversed_EK = order_EK.flip(-1)
+    mixed_EKK = hessian_EKK.gather(1, reversed_EK[:, :, None].expand(-1, -1, k))
+    mixed_EKK = mixed_EKK.gather(2, reversed_EK[:, None, :].expand(-1, k, -1))
+    mean_E = diagonal_EK.mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    mixed_EKK /= mean_E[:, None, None]
+    factor_EKK, info_E = torch.linalg.cholesky_ex(_damped(mixed_EKK, damp))
+    for bad in torch.nonzero((info_E != 0) | ~torch.isfinite(factor_EKK).flatten(1).all(1)).flatten().tolist():
+        factor_EKK[bad] = _stubborn_factor(mixed_EKK[bad].double(), max(damp, 1e-6))
+    root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1)
+    variance_EK = torch.empty_like(root_EK).scatter_(1, reversed_EK, root_EK.square())
+    unit_EKK = (factor_EKK / root_EK.unsqueeze(-2)).flip(-1, -2).contiguous()
+    return Order(order_EK=order_EK, unit_EKK=unit_EKK, variance_EK=variance_EK)
+
+
+def _damped(hessian: Tensor, amount: float) -> Tensor:
+    result = hessian.clone()
+    result.diagonal(dim1=-2, dim2=-1).add_(amount)
+    return result
+
+
+def _stubborn_factor(hessian_KK: Tensor, damp: float) -> Tensor:
+    """Cholesky in float64, with ten times the damping until it succeeds."""
+    while True:
+        factor_KK, info = torch.linalg.cholesky_ex(_damped(hessian_KK, damp))
+        if int(info) == 0:
+            found_KK: Tensor = factor_KK.float()
+            return found_KK
+        damp *= 10.0

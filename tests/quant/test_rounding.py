@@ -1,0 +1,201 @@
+"""Error feedback against a plain float64 GPTQ, and the claims made about the solver's error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from quant_samples import gaussian, layer_inputs, moments_of
+
+from glm5_quant.quant.config import PRESETS, QuantConfig
+from glm5_quant.quant.errors import relative_error
+from glm5_quant.quant.factor import order_columns
+from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize, search_grid
+from glm5_quant.quant.rounding import error_feedback, solve
+from glm5_quant.quant.statistics import shrink
+
+CONFIG = QuantConfig()
+
+
+def naive_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, damp: float) -> torch.Tensor:
+    """GPTQ as its paper writes it: float64, inverse by Cholesky, one column at a time, activation order."""
+    n, k = weight.shape
+    order = sorted(range(k), key=lambda j: (-float(hessian[j, j]), j))
+    w = weight.double()[:, order].clone()
+    h = hessian.double()[order][:, order]
+    h = h + damp * h.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    for i, j in enumerate(order):
+        scale, zero = grid.scale[:, j // 64].double(), grid.zero[:, j // 64].double()
+        code = ((w[:, i] / scale).round() + zero).clamp(0, 15)
+        error = (w[:, i] - (code - zero) * scale) / upper[i, i]
+        w[:, i + 1 :] -= error[:, None] * upper[i, i + 1 :]
+        codes[:, j] = code.to(torch.uint8)
+    return codes
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (9, 96), (12, 300), (5, 7)])
+def test_error_feedback_gives_the_codes_of_a_float64_gptq(n: int, k: int) -> None:
+    weight, hessian = gaussian(n, k), moments_of(layer_inputs(4 * k, k))
+    grid = search_grid(weight, hessian.diagonal())
+    ours = error_feedback(weight, order_columns(hessian[None], 0.01), grid)
+    assert torch.equal(ours, naive_gptq(weight, hessian, grid, 0.01))
+
+
+def test_the_factor_rebuilds_the_damped_hessian_in_the_order_of_rounding() -> None:
+    hessian = moments_of(layer_inputs(500, 80))
+    found = order_columns(hessian[None], 0.01)
+    order, unit, variance = found.order_EK[0], found.unit_EKK[0].double(), found.variance_EK[0].double()
+    assert bool((hessian.diagonal()[order].diff() <= 0).all())
+    assert torch.equal(unit, torch.triu(unit))
+    rebuilt = unit @ torch.diag(variance[order]) @ unit.T * float(hessian.diagonal().mean())
+    damped = hessian.double() + 0.01 * float(hessian.diagonal().mean()) * torch.eye(80)
+    torch.testing.assert_close(rebuilt, damped[order][:, order], rtol=1e-5, atol=1e-5)
+
+
+def test_equal_diagonals_are_taken_in_natural_order() -> None:
+    assert order_columns(torch.eye(33)[None], 0.01).order_EK[0].tolist() == list(range(33))
+
+
+def test_the_solver_beats_round_to_nearest_on_held_out_tokens() -> None:
+    weight = gaussian(48, 256)
+    hessian, held = moments_of(layer_inputs(2048, 256)), moments_of(layer_inputs(2048, 256, seed=9))
+    plain = minmax_grid(weight)
+    nearest = float(relative_error(weight, dequantize(quantize(weight, plain), plain), held))
+    solved = solve(weight, hessian, CONFIG, n_eff=2048)
+    assert float(relative_error(weight, dequantize(solved.codes, solved.grid), held)) < 0.6 * nearest
+    assert float(solved.error) < 0.6 * nearest
+
+
+def test_the_reported_error_is_the_output_error_over_the_tokens_behind_h() -> None:
+    weight, x = gaussian(20, 100), layer_inputs(700, 100)
+    solved = solve(weight, moments_of(x), CONFIG, n_eff=700)
+    rest = (weight - dequantize(solved.codes, solved.grid)).double()
+    by_hand = (x.double() @ rest.T).square().sum() / (x.double() @ weight.double().T).square().sum()
+    assert float(solved.error) == pytest.approx(float(by_hand), rel=1e-4)
+
+
+def test_shrinkage_rescues_an_expert_with_fewer_tokens_than_inputs() -> None:
+    weight, held = gaussian(64, 256), moments_of(layer_inputs(4096, 256, seed=9))
+    hessian = moments_of(layer_inputs(100, 256))
+    plain = minmax_grid(weight)
+    nearest = float(relative_error(weight, dequantize(quantize(weight, plain), plain), held))
+
+    def held_error(config: QuantConfig) -> float:
+        solved = solve(weight, hessian, config, n_eff=100)
+        return float(relative_error(weight, dequantize(solved.codes, solved.grid), held))
+
+    assert held_error(CONFIG) < 0.85 * nearest
+    assert held_error(CONFIG) < held_error(replace(CONFIG, shrink=False))
+
+
+def test_every_ingredient_of_preset_high_lowers_the_error_it_works_on() -> None:
+    weight, hessian = gaussian(40, 192), moments_of(layer_inputs(1500, 192))
+    plain = replace(CONFIG, shrink=False)
+    start = float(solve(weight, hessian, plain).error)
+    swept = float(solve(weight, hessian, replace(plain, descent_sweeps=2)).error)
+    refitted = float(solve(weight, hessian, replace(plain, descent_sweeps=2, refit_scales=True)).error)
+    assert swept < start
+    assert refitted < swept
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_a_singular_h_never_stops_the_solver(rank: int) -> None:
+    weight = gaussian(8, 128)
+    x = layer_inputs(max(rank, 1), 128) * float(rank > 0)
+    solved = solve(weight, moments_of(x), replace(CONFIG, damp=0.0, shrink=False))
+    step = solved.grid.scale.repeat_interleave(64, -1)
+    assert bool(torch.isfinite(dequantize(solved.codes, solved.grid)).all())
+    assert float(solved.error) < 0.05
+    if rank == 0:
+        assert float(((weight - dequantize(solved.codes, solved.grid)).abs() / step).median()) < 0.5
+
+
+def test_an_indefinite_h_is_damped_until_it_factors() -> None:
+    hessian = torch.eye(64)
+    hessian[0, 1] = hessian[1, 0] = 3.0
+    found = order_columns(hessian[None], 0.01)
+    assert bool(torch.isfinite(found.unit_EKK).all())
+    assert bool((found.variance_EK > 0).all())
+
+
+def test_an_h_of_zeros_counts_as_the_identity() -> None:
+    weight = gaussian(8, 128)
+    blind, even = solve(weight, torch.zeros(128, 128), CONFIG, n_eff=0), solve(weight, torch.eye(128), CONFIG)
+    assert torch.equal(blind.codes, even.codes)
+    assert torch.equal(blind.codes, quantize(weight, search_grid(weight)))
+
+
+def test_feedback_does_not_leak_into_blocks_of_zeros() -> None:
+    weight, hessian = gaussian(8, 192) * 5, moments_of(layer_inputs(600, 192))
+    weight[3] = 0
+    weight[:, 64:128] = 0
+    for name, config in PRESETS.items():
+        solved = solve(weight, hessian, config, n_eff=600)
+        restored = dequantize(solved.codes, solved.grid)
+        assert bool((restored[3] == 0).all()), name
+        assert bool((restored[:, 64:128] == 0).all()), name
+        assert bool(torch.isfinite(solved.error)), name
+
+
+def test_a_weight_of_zeros_has_error_0() -> None:
+    solved = solve(torch.zeros(4, 64), torch.eye(64), CONFIG)
+    assert float(solved.error) == 0.0
+
+
+def test_a_stack_of_experts_is_solved_as_its_members_are() -> None:
+    weight = gaussian(3, 16, 130)
+    hessian = torch.stack([moments_of(layer_inputs(90 + 200 * e, 130, seed=e)) for e in range(3)])
+    n_eff = torch.tensor([90.0, 290.0, 490.0])
+    stack = solve(weight, hessian, CONFIG, n_eff=n_eff)
+    for e in range(3):
+        alone = solve(weight[e], hessian[e], CONFIG, n_eff=float(n_eff[e]))
+        assert float((stack.codes[e] == alone.codes).float().mean()) > 0.999
+        assert float(stack.error[e]) == pytest.approx(float(alone.error), rel=1e-3)
+
+
+def test_columns_never_used_are_rounded_to_nearest() -> None:
+    weight, x = gaussian(8, 128), layer_inputs(600, 128)
+    x[:, 70:90] = 0
+    solved = solve(weight, moments_of(x), CONFIG, n_eff=600)
+    nearest = quantize(weight, solved.grid)
+    assert torch.equal(solved.codes[:, 70:90], nearest[:, 70:90])
+
+
+def test_preset_fast_uses_the_better_of_two_grids_row_by_row() -> None:
+    weight, hessian = gaussian(32, 128), moments_of(layer_inputs(600, 128))
+    fast = solve(weight, hessian, PRESETS["fast"])
+    for grid in (search_grid(weight), search_grid(weight, hessian.diagonal() + 0.01 * hessian.diagonal().mean())):
+        other = relative_error(weight, dequantize(quantize(weight, grid), grid), hessian)
+        assert float(fast.error) <= float(other)
+    assert torch.equal(fast.codes, quantize(weight, fast.grid))
+
+
+def test_a_given_grid_is_kept() -> None:
+    weight, hessian = gaussian(8, 128), moments_of(layer_inputs(600, 128))
+    grid = minmax_grid(weight)
+    assert solve(weight, hessian, CONFIG, grid=grid).grid is grid
+
+
+@pytest.mark.slow
+def test_codes_do_not_depend_on_the_number_of_threads() -> None:
+    weight, hessian = gaussian(96, 320), shrink(moments_of(layer_inputs(1000, 320)), 1000)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(solve(weight, hessian, PRESETS["high"]))
+        finally:
+            torch.set_num_threads(1)
+    for other in results[1:]:
+        assert torch.equal(results[0].codes, other.codes)
+        assert torch.equal(results[0].grid.scale, other.grid.scale)
+
+
+def test_bad_statistics_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        solve(gaussian(4, 64), torch.eye(65), CONFIG)
+    with pytest.raises(ValueError, match="H holds NaN"):
+        solve(gaussian(4, 64), torch.eye(64) * float("nan"), CONFIG)

@@ -1,0 +1,114 @@
+"""Moments against float64 sums, and the two ways of trusting them less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quant_samples import gaussian, layer_inputs
+
+from glm5_quant.quant.errors import quadratic_rows, relative_error, stream_error
+from glm5_quant.quant.statistics import Moments, pool, shrink, shrinkage
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(1, 5), (700, 200), (2500, 431)])
+def test_moments_are_the_weighted_means_of_outer_products(tokens: int, k: int) -> None:
+    x, source, weight = layer_inputs(tokens, k), layer_inputs(tokens, k, seed=1), gaussian(tokens).abs()
+    moments = Moments.empty(k, cross=True)
+    for part in (slice(0, 400), slice(400, None)):
+        moments.add(x[part], weight[part], source[part])
+    w = weight.double()
+    h = (x.double() * w[:, None]).T @ x.double() / w.sum()
+    c = (source.double() * w[:, None]).T @ x.double() / w.sum()
+    scale = float(h.diagonal().mean())
+    assert float((moments.hessian_KK.double() - h).abs().max()) < 1e-5 * scale * 10
+    assert moments.cross_KK is not None
+    assert float((moments.cross_KK.double() - c).abs().max()) < 1e-5 * scale * 10
+    assert torch.equal(moments.hessian_KK, moments.hessian_KK.T)
+    assert moments.n_eff == pytest.approx(float(w.sum() ** 2 / w.square().sum()), rel=1e-6)
+    assert moments.tokens == tokens
+
+
+def test_without_weights_every_token_counts_once() -> None:
+    x = layer_inputs(50, 8)
+    moments = Moments.empty(8)
+    moments.add(x)
+    torch.testing.assert_close(moments.hessian_KK, x.T @ x / 50)
+    assert moments.n_eff == 50
+    assert moments.cross_KK is None
+
+
+def test_bfloat16_inputs_are_summed_in_float32() -> None:
+    x = layer_inputs(3000, 16).bfloat16()
+    moments = Moments.empty(16)
+    moments.add(x)
+    exact = x.double().T @ x.double() / 3000
+    assert float((moments.hessian_KK - exact).abs().max() / exact.abs().max()) < 1e-6
+
+
+def test_two_equal_weights_and_one_of_zero_are_two_effective_tokens() -> None:
+    moments = Moments.empty(2)
+    moments.add(torch.ones(3, 2), torch.tensor([0.5, 0.5, 0.0]))
+    assert moments.n_eff == 2.0
+
+
+def test_nothing_seen_is_zero_tokens_and_a_zero_h() -> None:
+    moments = Moments.empty(4, cross=True)
+    moments.add(torch.empty(0, 4), torch.empty(0), torch.empty(0, 4))
+    assert moments.n_eff == 0.0
+    assert torch.equal(moments.hessian_KK, torch.zeros(4, 4))
+
+
+def test_moments_do_not_depend_on_the_number_of_threads() -> None:
+    x = layer_inputs(2048, 448)
+    sums = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            moments = Moments.empty(448, cross=True)
+            moments.add(x, None, x)
+        finally:
+            torch.set_num_threads(1)
+        sums.append(moments)
+    assert torch.equal(sums[0].sum_KK, sums[1].sum_KK)
+    assert torch.equal(sums[0].cross_sum_KK, sums[1].cross_sum_KK)
+
+
+def test_inputs_of_the_wrong_width_or_without_their_source_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(3, 5\), expected \[T, 4\]"):
+        Moments.empty(4).add(torch.ones(3, 5))
+    with pytest.raises(ValueError, match="source_TK"):
+        Moments.empty(4, cross=True).add(torch.ones(3, 4))
+
+
+def test_pooling_mixes_by_effective_tokens() -> None:
+    own, layer = torch.full((2, 2), 3.0), torch.full((2, 2), 1.0)
+    assert torch.equal(pool(own, 10.0, layer, 30.0), torch.full((2, 2), 1.5))
+    assert torch.equal(pool(own, 0.0, layer, 30.0), layer)
+    assert torch.equal(pool(own, 0.0, layer, 0.0), layer)
+
+
+def test_shrinkage_keeps_the_diagonal_and_halves_the_rest_at_n_equal_to_twice_n_eff() -> None:
+    hessian = torch.tensor([[2.0, 1.0], [1.0, 4.0]])
+    assert torch.equal(shrink(hessian, 1.0), torch.tensor([[2.0, 0.5], [0.5, 4.0]]))
+    assert torch.equal(shrink(hessian, 0.0), torch.diag(torch.tensor([2.0, 4.0])))
+    assert shrinkage(1536, 768.0) == 0.5
+    stack = shrink(torch.stack([hessian, hessian]), torch.tensor([1.0, 0.0]))
+    assert torch.equal(stack[0], shrink(hessian, 1.0))
+    assert torch.equal(stack[1], shrink(hessian, 0.0))
+
+
+def test_quadratic_forms_are_output_errors() -> None:
+    weight, other, x = gaussian(5, 12), gaussian(5, 12, seed=1), layer_inputs(90, 12)
+    hessian = x.T @ x / 90
+    outputs = (x @ (weight - other).T).square().mean(0)
+    torch.testing.assert_close(quadratic_rows(weight - other, hessian), outputs, rtol=1e-4, atol=1e-5)
+    whole = (x @ weight.T).square().mean(0).sum()
+    torch.testing.assert_close(relative_error(weight, other, hessian), outputs.sum() / whole, rtol=1e-4, atol=1e-6)
+
+
+def test_stream_error_compares_source_outputs_with_quantized_outputs() -> None:
+    weight, other = gaussian(5, 12), gaussian(5, 12, seed=1)
+    x, source = layer_inputs(200, 12), layer_inputs(200, 12, seed=2)
+    moments = (source.T @ source / 200, source.T @ x / 200, x.T @ x / 200)
+    by_hand = (source @ weight.T - x @ other.T).square().sum() / (source @ weight.T).square().sum()
+    torch.testing.assert_close(stream_error(weight, other, moments), by_hand, rtol=1e-4, atol=1e-6)
