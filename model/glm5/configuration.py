@@ -62,7 +62,8 @@ class Glm5RefConfig(PreTrainedConfig):  # type: ignore[misc]
     def check(self) -> None:
         """Raise ValueError naming the first key whose value cannot work."""
         for key in _POSITIVE:
-            _require(getattr(self, key) > 0, key, getattr(self, key), "a number above 0")
+            value = getattr(self, key)
+            _require(isinstance(value, int | float) and value > 0, key, value, "a number above 0")
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (rotary pairs)")
         sizes = self.gqa_group_size or []
         _require(len(sizes) == 3, "gqa_group_size", sizes, "three numbers, one for each third of the layers")
