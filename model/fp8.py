@@ -94,7 +94,7 @@ def attach_scales(tensors: Mapping[str, TensorInfo], scheme: Fp8Scheme) -> tuple
 
 
 def _scale_of(info: TensorInfo, stem: str, tensors: Mapping[str, TensorInfo], scheme: Fp8Scheme) -> TensorInfo:
-    names = [info.name + ending for ending in SCALE_ENDINGS] + [stem + ending for ending in SCALE_ENDINGS]
+    names = [base + ending for base in (stem + ".weight", stem) for ending in SCALE_ENDINGS]
     found = [name for name in dict.fromkeys(names) if name in tensors]
     if len(found) != 1:
         raise UserError(

@@ -58,6 +58,7 @@ def test_a_source_nobody_may_write_opens_and_reads(q3: Path) -> None:
     q3.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_the_number_of_tensors_of_glm5_opens_within_two_seconds(good: Path, tmp_path: Path) -> None:
     names = [f"model.layers.{layer}.mlp.experts.{i}.weight" for layer in range(78) for i in range(757)]
     assert len(names) == 59_046

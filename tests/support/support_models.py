@@ -3,7 +3,7 @@
 tiny(model_type, folder, **config_overrides)  any family, one file, bf16, seed 0
 tiny_q3 / tiny_glm / tiny_ds8 / uniform       the named fixtures of the field cases
 byte_tokenizer(folder, bos=, chat_template=)  ids are UTF-8 bytes, specials on bytes it never uses (256 ids)
-read_tensors / write_tensors / rewrite / edit_config / stack_experts   change a folder afterwards
+read_tensors / write_tensors / rewrite / edit_config / stack_experts / split_experts   change a folder afterwards
 """
 
 from __future__ import annotations
@@ -273,6 +273,26 @@ def stack_experts(folder: Path) -> Path:
         gate_up = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(count)]
         plain[f"{base}.experts.gate_up_proj"] = torch.stack(gate_up)
         plain[f"{base}.experts.down_proj"] = torch.stack([parts[e, "down"] for e in range(count)])
+    write_tensors(folder, plain)
+    return folder
+
+
+def split_experts(folder: Path) -> Path:
+    """Turn fused stacks (granitemoe, glm5_ref, `stack_experts`) into per-expert 2-D tensors `*_proj.weight`."""
+    plain = {}
+    for name, tensor in read_tensors(folder).items():
+        base = re.sub(
+            r"(\.experts)?\.(gate_up_proj|down_proj|input_linear|output_linear)(\.weight)?$", ".experts", name
+        )
+        if base == name or tensor.dim() != 3:
+            plain[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            if "gate_up" in name or "input" in name:
+                gate, up = matrix.chunk(2)
+                plain |= {f"{base}.{expert}.gate_proj.weight": gate, f"{base}.{expert}.up_proj.weight": up}
+            else:
+                plain[f"{base}.{expert}.down_proj.weight"] = matrix
     write_tensors(folder, plain)
     return folder
 
