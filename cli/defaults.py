@@ -39,23 +39,14 @@ def calibration_data(model: str | None, work_dir: str) -> str:
 
     Raises typer.BadParameter for a model of the user's own: its calibration data are the user's choice.
     """
-    if model is not None and not _is_packaged(model):
+    if model is not None and not is_packaged(model):
         raise typer.BadParameter(
             "A model of your own needs data: name text like what it will read.", param_hint="--dataset"
         )
-    return _write_corpus(work_dir, "calibration")
+    return _write_corpus(work_dir)
 
 
-def evaluation_data(model: str, work_dir: str) -> str:
-    """The packaged held-out dialogues, written to the work folder. Only for the packaged model, as above."""
-    if not _is_packaged(model):
-        raise typer.BadParameter(
-            "A model of your own needs text that it was not calibrated on.", param_hint="--dataset"
-        )
-    return _write_corpus(work_dir, "evaluation")
-
-
-def _is_packaged(model: str) -> bool:
+def is_packaged(model: str) -> bool:
     folder = _tiny_folder()
     return folder is not None and Path(model).expanduser().resolve() == folder
 
@@ -63,19 +54,18 @@ def _is_packaged(model: str) -> bool:
 def _tiny_folder() -> Path | None:
     from glm5_quant.model import tiny
 
-    find = getattr(tiny, "folder", None)
-    return None if find is None else Path(find()).resolve()
+    folder = tiny.folder()
+    return folder.resolve() if (folder / "config.json").exists() else None
 
 
-def _write_corpus(work_dir: str, name: str) -> str:
+def _write_corpus(work_dir: str) -> str:
     """Deterministic by seed, so writing it again changes nothing; renamed into place, so it is never half there."""
     from glm5_quant.model.tiny import corpus
 
-    path = Path(work_dir).expanduser() / "data" / f"{name}.jsonl"
+    path = Path(work_dir).expanduser() / "data" / "calibration.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = corpus.calibration_dialogues() if name == "calibration" else corpus.evaluation_dialogues()
     temporary = path.with_suffix(".part")
-    corpus.export_jsonl(temporary, rows)
+    corpus.export_jsonl(temporary, corpus.calibration_dialogues())
     temporary.replace(path)
     return str(path)
 

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import evaluation_data, existing_export, source_of_work, unless_default
+from glm5_quant.cli.defaults import existing_export, is_packaged, source_of_work, unless_default
 from glm5_quant.cli.failures import FAILED, GATE_FAILED, guarded
 from glm5_quant.cli.progress import StageProgress
 from glm5_quant.cli.terminal import say, say_next
 
 if TYPE_CHECKING:
     from glm5_quant.eval import EvalResult
+
+
+Rows = list[Any] | None
 
 
 class KvCache(StrEnum):
@@ -63,6 +66,10 @@ CriticalWords = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="Words to watch, one a line; 'default' for ours.", rich_help_panel=opt.SETTINGS),
 ]
+Task = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="Number problems: GSM8K, SVAMP, CMATH; repeatable.", rich_help_panel=opt.INPUT),
+]
 Gate = Annotated[
     str | None,
     typer.Option(
@@ -91,6 +98,7 @@ def evaluate(
     free_running: FreeRunning = False,
     kv_cache: KvCacheOption = KvCache.fp16,
     critical_words: CriticalWords = None,
+    task: Task = None,
     gate: Gate = None,
     work_dir: opt.WorkDir = opt.WORK_DIR,
     device: opt.Device = "cpu",
@@ -102,7 +110,7 @@ def evaluate(
     """Measure perplexity, divergence, number errors and drift of exports against their source."""
     exports = quantized or [str(existing_export(work_dir))]
     source = source_of_work(model, work_dir)
-    texts = dataset or evaluation_data(source, work_dir)
+    texts, dialogues = _data(dataset, source, long_dialogue)
     from glm5_quant.eval import evaluate as measure
 
     chosen: dict[str, Any] = {
@@ -118,7 +126,7 @@ def evaluate(
         "device": device,
     }
     with StageProgress() as bar:
-        result = measure(source, exports, texts, progress=bar.advance, **chosen)
+        result = measure(source, exports, texts, dialogues=dialogues, tasks=task or (), progress=bar.advance, **chosen)
     result = replace(result, command=shlex.join(["glm5-quant", *sys.argv[1:]]))
     show_result(result, html, markdown, json)
     if long_dialogue is None:
@@ -128,6 +136,26 @@ def evaluate(
     if result.status != "ok":
         return FAILED
     return 0 if result.gates_passed else GATE_FAILED
+
+
+def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[Rows, Rows]:
+    """Texts to score and dialogues to follow; None leaves the choice, which is the packaged corpus, to the evaluator.
+
+    With `--long-dialogue`, rows of the data set that hold messages are the dialogues, and the others are texts.
+    """
+    if dataset is None:
+        if long_dialogue is None and not is_packaged(source):
+            message = "A model of your own needs text that it was not calibrated on."
+            raise typer.BadParameter(message, param_hint="--dataset")
+        return None, None
+    from glm5_quant.model.texts import read_texts
+
+    rows = read_texts(dataset, split="test").rows
+    if long_dialogue is None:
+        return list(rows), None
+    return [row for row in rows if row.messages is None] or None, [
+        row for row in rows if row.messages is not None
+    ] or None
 
 
 def show_result(result: EvalResult, html: str | None, markdown: str | None, json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -48,12 +49,22 @@ def export(
             calibration_folder(work_dir),
             output,
             max_shard_bytes=opt.size(max_shard_size, "--max-shard-size") or exporting.DEFAULT_SHARD_BYTES,
-            overwrite=overwrite,
+            overwrite=overwrite or (output_dir is None and _is_own(output)),
             progress=bar.advance,
         )
     show_report(report, json)
     say_next("verify", output_dir, work_dir=unless_default(work_dir) if output_dir is None else None)
     say_next("eval", quantized=output_dir, work_dir=unless_default(work_dir))
+
+
+def _is_own(folder: str) -> bool:
+    """Whether the work folder holds an export of ours, which a second bare `export` renews; nothing else is touched."""
+    from glm5_quant.model.sidecar import JSON_NAME
+
+    found = (Path(folder) / JSON_NAME).exists()
+    if found:
+        say(f"Renewing the export of an earlier run in {folder}")
+    return found
 
 
 def show_report(report: ExportReport, json: bool) -> None:

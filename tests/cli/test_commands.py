@@ -117,6 +117,18 @@ def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: P
     assert json.loads(replaced.stdout)["packed_linears"] > 0
 
 
+def test_export_twice_renews_its_own_folder_but_no_other(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "calibration").symlink_to(work / "calibration")
+    assert _run("export", "--work-dir", str(tmp_path)).exit_code == 0
+    config = (tmp_path / "export" / "config.json").read_bytes()
+    again = _run("export", "--work-dir", str(tmp_path))
+    assert again.exit_code == 0
+    assert "Renewing the export" in again.stderr
+    assert (tmp_path / "export" / "config.json").read_bytes() == config
+    (tmp_path / "export" / "eampq" / "eampq.json").unlink()
+    assert _run("export", "--work-dir", str(tmp_path)).exit_code == 1
+
+
 def test_verify_compares_with_the_source_that_was_calibrated(work: Path) -> None:
     done = _run("verify", "--work-dir", str(work))
     assert done.exit_code == 0, done.output
@@ -241,12 +253,12 @@ def _eval(monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, *more: str, *
 
     asked: dict[str, Any] = {}
 
-    def evaluate(source: Any, exports: Any, texts: Any, *, progress: Any, **settings: Any) -> Any:
+    def evaluate(source: Any, exports: Any, texts: Any, *, progress: Any, **settings: Any) -> EvalResult:
         progress("windows", 1, 1)
         asked.update(settings, source=source, exports=exports, texts=texts)
         return _result(**outcome)
 
-    monkeypatch.setattr(room, "evaluate", evaluate, raising=False)
+    monkeypatch.setitem(vars(room), "evaluate", evaluate)
     return _run("eval", "--work-dir", str(work), "--dataset", str(text), *more), asked
 
 
@@ -259,6 +271,18 @@ def test_eval_takes_source_and_export_from_the_work_folder(
     assert asked["exports"] == [str(work / "export")]
     assert (asked["window"], asked["num_windows"], asked["gates"]) == (64, 3, "kl<1")
     assert "long-dialogue 200" in done.stderr
+
+
+def test_eval_over_long_dialogues_takes_dialogues_and_texts_of_one_dataset_apart(
+    monkeypatch: pytest.MonkeyPatch, work: Path, tmp_path: Path
+) -> None:
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"text": "plain"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    _, asked = _eval(monkeypatch, work, mixed, "--long-dialogue", "200")
+    assert [row.text for row in asked["texts"]] == ["plain"]
+    assert [row.plain for row in asked["dialogues"]] == ["hi"]
+    _, asked = _eval(monkeypatch, work, mixed)
+    assert (len(asked["texts"]), asked["dialogues"]) == (2, None)
 
 
 def test_eval_writes_reports_whole_and_names_them(
