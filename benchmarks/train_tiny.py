@@ -14,10 +14,8 @@ import argparse
 import csv
 import json
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +27,7 @@ from glm5_quant.model.glm5.configuration import Glm5RefConfig
 from glm5_quant.model.glm5.modeling import Glm5RefForCausalLM
 from glm5_quant.model.tiny import tokenizer as tiny_tokenizer
 from glm5_quant.model.tiny.corpus import TRAINING_SEED, dialogue, dialogues
+from glm5_quant.model.tiny.score import encode, score
 
 HELD_OUT_SEED = 30_000_003
 USER_TOKEN_SHARE = 0.1  # of the user's tokens are trained on; every answer token is
@@ -98,12 +97,6 @@ class Data:
         ids = torch.tensor([row[:shortest] for row in rows])
         answer = assistant_mask(ids, self.user, self.assistant)
         return ids, answer | (torch.rand(ids.shape) < USER_TOKEN_SHARE), answer
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids
 
 
 class Optimizer:
@@ -187,44 +180,6 @@ def set_sparse(model: Glm5RefForCausalLM, on: bool) -> None:
         layer.self_attn.sparse_ratio = model.config.dsa_sparse_ratio if on else 0.0
 
 
-@torch.no_grad()
-def score(
-    model: Glm5RefForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]]
-) -> tuple[dict[str, tuple[int, int]], Tensor]:
-    """Exact answers by kind and distance, (right, asked), and the share of tokens each expert took [layers, E].
-
-    An answer counts when the most likely token is the right one at every place of it, its end included; with the right
-    history given, that is what greedy generation would have written.
-    """
-    user, assistant = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    taken = torch.zeros(model.config.num_hidden_layers, model.config.num_experts)
-    tokens = 0
-    for row in rows:
-        ids = torch.tensor([[*encode(tokenizer, row["messages"]), user]])
-        out = model(input_ids=ids, output_routing=True, use_cache=False)
-        right = (out.logits[0, :-1].argmax(-1) == ids[0, 1:]).tolist()
-        starts = (ids[0] == assistant).nonzero().flatten().tolist()
-        for answer, start in zip(row["answers"], starts, strict=True):
-            end = ids[0, start:].eq(user).nonzero()[0].item() + start
-            exact = all(right[start:end])
-            for name in buckets(answer["kind"], answer["distance"]):
-                counts[name][0] += exact
-                counts[name][1] += 1
-        for layer, routing in enumerate(out.routing):
-            taken[layer] += torch.bincount(routing["expert_index"].flatten(), minlength=taken.shape[1])
-        tokens += ids.numel()
-    return {name: (right, asked) for name, (right, asked) in sorted(counts.items())}, taken / tokens
-
-
-def buckets(kind: str, distance: int) -> list[str]:
-    """Which rows of the score table an answer counts for."""
-    if kind in ("noted", "sum"):
-        return [kind]
-    near = "1-20" if distance <= 20 else "21-99" if distance < 100 else "100-200"
-    return [kind, f"asked {near}", f"{kind} {near}"]
-
-
 def lr_scale(step: int, total: int, decay: int) -> float:
     """Warm-up over 50 steps, level, then linear to zero over the last `decay` steps."""
     return min(1.0, (step + 1) / 50, (total - step) / max(1, decay))
@@ -282,10 +237,11 @@ def evaluate(run: Run, count: int, turns: int) -> dict[str, float]:
     """Held-out shares of exact answers and the least and most used expert."""
     run.model.eval()
     set_sparse(run.model, True)
-    counts, taken = score(run.model, run.tokenizer, dialogues(HELD_OUT_SEED, count, turns))
+    result = score(run.model, run.tokenizer, dialogues(HELD_OUT_SEED, count, turns))
     run.model.train()
-    shares = {f"{name} @{turns}": right / asked for name, (right, asked) in counts.items()}
-    return {**shares, "expert_min": taken.min().item(), "expert_max": taken.max().item()}
+    shares = {f"{name} @{turns}": result.share(name) for name in result.exact}
+    expert = result.expert_share
+    return {**shares, "expert_min": expert.min().item(), "expert_max": expert.max().item()}
 
 
 def train(run: Run, phases: list[Phase], args: argparse.Namespace) -> None:
