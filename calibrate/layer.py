@@ -28,7 +28,7 @@ from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.layers import LayerRunner
 
-Side = dict[str, Tensor]
+Side = dict[int, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -94,15 +94,13 @@ class LayerOutcome:
 
     result: LayerResult
     coverage: list[int] | None
-    side: dict[str, dict[int, Side]]
+    side: dict[str, Side]
 
 
 class LayerSolver:
     """Solves layer `index` and advances `inputs` (by stream name, [W, T, D]) into `outputs`."""
 
-    def __init__(
-        self, context: Context, index: int, inputs: dict[str, Tensor], side: dict[str, dict[int, Side]]
-    ) -> None:
+    def __init__(self, context: Context, index: int, inputs: dict[str, Tensor], side: dict[str, Side]) -> None:
         self.context, self.index, self.inputs, self.side = context, index, inputs, side
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
@@ -210,11 +208,11 @@ class LayerSolver:
             hook.remove()
         return attention[0], keep.calls[0][0]
 
-    def _layer(self, name: str, chunk: tuple[int, int]) -> tuple[Tensor, Side]:
+    def _layer(self, name: str, chunk: tuple[int, int]) -> tuple[Tensor, Any]:
         number = self.context.chunks.index(chunk)
         hidden = self.inputs[name][chunk[0] : chunk[1]]
         kwargs = self.context.layer_kwargs(self.index, chunk[1] - chunk[0])
-        return self.context.runner.run_layer(self.module, hidden, kwargs, self.side[name].get(number, {}))
+        return self.context.runner.run_layer(self.module, hidden, kwargs, self.side[name].get(number))
 
     def _in_attention(self, item: Linear) -> bool:
         return item.module.startswith(self.family.attention_path + ".")
@@ -319,9 +317,9 @@ class LayerSolver:
 
     # -- to the next boundary ----------------------------------------------------------------------------------------
 
-    def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> dict[int, Side]:
+    def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> Side:
         """Run the layer once more with everything solved replayed: residuals, norms and scalings are its own code's."""
-        side: dict[int, Side] = {}
+        side: Side = {}
         seqlen = self.context.ids_WT.shape[1]
         for number, chunk in enumerate(self.context.chunks):
             tokens = slice(chunk[0] * seqlen, chunk[1] * seqlen)
@@ -331,7 +329,7 @@ class LayerSolver:
             changes[self.family.attention_path] = Replay(whole)
             with swapped(self.module, changes):
                 hidden_out[chunk[0] : chunk[1]], values = self._layer(name, chunk)
-            if values:
+            if values is not None:
                 side[number] = values
         return side
 

@@ -141,7 +141,7 @@ class _Run:
             scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
         )
         names = NAMES if self.context.two_streams else NAMES[1:]
-        shape = (*ids_WT.shape, runner.hidden_size)
+        shape = (*ids_WT.shape, runner.config.hidden_size)
         self.streams = {n: Stream(folder=journal.folder / "stream", name=n, shape=shape) for n in names}
 
     def run(self, first: int) -> None:

@@ -27,14 +27,14 @@ NAMES = ("source", "quantized")
 class Stream:
     """One stream. `shape` is [windows, positions, hidden]; values are float32.
 
-    `side` holds what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2): one list a
-    window chunk, empty where a family has none.
+    `side` holds what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2), by number of
+    the window chunk; empty where a family has none.
     """
 
     folder: Path
     name: str
     shape: tuple[int, int, int]
-    side: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    side: dict[int, Tensor] = field(default_factory=dict)
 
     def path(self, boundary: int) -> Path:
         return self.folder / f"{self.name}.{boundary:05d}.bin"
@@ -63,10 +63,7 @@ class Stream:
                 hint="Start again with `--resume never`",
             )
         side = load_file(self.side_path(boundary)) if self.side_path(boundary).exists() else {}
-        self.side = {}
-        for key, value in side.items():
-            chunk, name = key.split("/", 1)
-            self.side.setdefault(int(chunk), {})[name] = value
+        self.side = {int(chunk): value for chunk, value in side.items()}
         return _mapped(path, self.shape)
 
     def create(self, boundary: int) -> Tensor:
@@ -77,12 +74,11 @@ class Stream:
             _reserve(file.fileno(), self.nbytes, path)
         return _mapped(path, self.shape)
 
-    def commit(self, boundary: int, side: dict[int, dict[str, Tensor]]) -> None:
+    def commit(self, boundary: int, side: dict[int, Tensor]) -> None:
         """Give the file of `boundary` its final name."""
-        flat = {f"{c}/{n}": v.contiguous() for c, values in side.items() for n, v in values.items()}
-        if flat:
+        if side:
             temporary = self.side_path(boundary).with_suffix(".part")
-            save_file(flat, temporary)
+            save_file({str(chunk): value.contiguous() for chunk, value in side.items()}, temporary)
             temporary.replace(self.side_path(boundary))
         self.path(boundary).with_suffix(".part").replace(self.path(boundary))
         self.side = side

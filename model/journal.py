@@ -80,7 +80,7 @@ class Manifest(_Record):
 class ModuleRecord(_Record):
     """One quantized linear. Errors are relative: tr(E H E^T) / tr(W H W^T), on calibration tokens.
 
-    `held_out_error` is measured against the source stream's output on tokens kept out of the solve, where there were any.
+    `held_out_error` is measured against the source stream on tokens kept out of the solve, where there were any.
     """
 
     role: str
@@ -123,7 +123,7 @@ class Journal:
 
     def finished(self) -> list[int]:
         """Layers whose record exists, counted from 0 without a gap."""
-        done = []
+        done: list[int] = []
         while len(done) < self.manifest.layers and self.record_file(len(done)).exists():
             done.append(len(done))
         return done
