@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glm5_quant.eval.config import EvalConfig
-    from glm5_quant.eval.session import evaluate
     from glm5_quant.eval.report_html import to_html
     from glm5_quant.eval.report_json import to_json
     from glm5_quant.eval.report_markdown import to_markdown
     from glm5_quant.eval.report_table import to_table
     from glm5_quant.eval.result import EvalResult
+    from glm5_quant.eval.run import evaluate
 
 _HOMES = {
     "EvalConfig": "config",
     "EvalResult": "result",
-    "evaluate": "session",
+    "evaluate": "run",
     "to_html": "report_html",
     "to_json": "report_json",
     "to_markdown": "report_markdown",

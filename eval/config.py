@@ -14,20 +14,28 @@ class EvalConfig:
     """How to evaluate.
 
     window, stride: tokens a window, and new tokens per window (None: as many as leave one token of context).
-    num_windows: stop after so many (None: the whole text). batch_size, padding_side: windows run together, and where
-    padding goes; neither changes a figure. prefix: "auto" (BOS, `[gMASK]<sop>`, what the tokenizer puts) or "none".
-    long_dialogue: turns of the drift measurement (None: off). num_dialogues: how many dialogues at most.
-    free_running: models also answer by themselves. max_new_tokens: longest answer then. decode_steps: feed dialogues
-    one token at a time, as serving does, instead of by chunks of `chunk`. max_context: tokens of context in
-    dialogues; where a dialogue is longer the oldest turns are dropped (None: the model's max_position_embeddings).
-    kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on to
-    the next token (0 or 0.3).
+    num_windows: stop after so many (None: the whole text).
+    batch_size, padding_side: windows run together, and where padding goes; neither changes a figure.
+    prefix: "auto" (BOS, `[gMASK]<sop>`, what the tokenizer puts) or "none".
+    long_dialogue: turns of the drift measurement (None: off).
+    num_dialogues: how many dialogues at most.
+    free_running: models also answer by themselves.
+    max_new_tokens: longest answer then.
+    num_problems, max_answer_tokens: of numeric tasks, and how long an answer there may be.
+    decode_steps: feed dialogues one token at a time, as serving does, instead of by chunks of `chunk`.
+    max_context: tokens of context in dialogues; where a dialogue is longer the oldest turns are dropped (None: the
+        model's max_position_embeddings).
+    kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on
+        to the next token (0 or 0.3).
     critical_words: file with one word a line, "default", or "" for none.
-    stress: add the four stress shapes. diagnose: windows on which layers, routers and the head are compared part by
-    part (0: off), and the source is compared with itself at another batch size.
-    gates: conditions such as "kl<0.05,numeric<0.5%". margin: nats per token within which "no drift" may be claimed.
-    draws, seed: of the bootstrap and of everything random. device, dtype: where and in what the models run ("auto":
-    float32 on a CPU, the model's own dtype elsewhere). source_cache: folder that keeps the source's top_k answers.
+    stress: add the four stress shapes.
+    diagnose: windows on which layers, routers and the head are compared part by part (0: off), and the source is
+        compared with itself at another batch size.
+    gates: conditions such as "kl<0.05,numeric<0.5%".
+    margin: nats per token within which "no drift" may be claimed.
+    draws, seed: of the bootstrap and of everything random.
+    device, dtype: where and in what the models run ("auto": float32 on a CPU, the model's own dtype elsewhere).
+    source_cache: folder that keeps the source's top_k answers.
     sequential: hold one model at a time (needs or makes a source cache).
     """
 
@@ -41,11 +49,14 @@ class EvalConfig:
     num_dialogues: int = 8
     free_running: bool = False
     max_new_tokens: int = 48
+    max_answer_tokens: int = 256
+    num_problems: int = 50
     decode_steps: bool = False
     chunk: int = 256
     max_context: int | None = None
     kv_cache: str = "fp16"
     kv_feedback: float = 0.0
+    kv_recent: int | None = None
     critical_words: str = ""
     stress: bool = False
     diagnose: int = 2
@@ -60,7 +71,16 @@ class EvalConfig:
     sequential: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("window", "batch_size", "num_dialogues", "max_new_tokens", "chunk", "draws", "top_k"):
+        for name in (
+            "window",
+            "batch_size",
+            "num_dialogues",
+            "max_new_tokens",
+            "chunk",
+            "draws",
+            "top_k",
+            "num_problems",
+        ):
             _at_least(name, getattr(self, name), 1)
         for name in ("stride", "num_windows", "long_dialogue", "max_context"):
             value = getattr(self, name)

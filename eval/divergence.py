@@ -53,9 +53,10 @@ def gather_chunks(logits: torch.Tensor, rows: torch.Tensor, positions: torch.Ten
         yield logits[rows[chunk], positions[chunk] - 1].float()
 
 
-def score_source(logits: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> SourceScores:
-    """Reduce the source's logits [B, T, V] to log-probabilities at the scored positions (int64 [S] each)."""
-    targets = ids[rows, positions]
+def score_source(
+    logits: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+) -> SourceScores:
+    """Reduce the source's logits [B, T, V] to log-probabilities of what precedes each target (int64 [S] each)."""
     log_probs = tuple(torch.log_softmax(chunk, dim=-1) for chunk in gather_chunks(logits, rows, positions))
     nll, top1 = _nll_and_top1(iter(log_probs), targets)
     return SourceScores(log_probs=log_probs, targets=targets, nll=nll, top1=top1)

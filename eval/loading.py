@@ -22,7 +22,7 @@ def open_runner(model: Any, config: EvalConfig, name: str = "") -> Runner:
     """A runner for a model object or a model folder."""
     if not is_folder(model):
         return Runner(model, name)
-    from glm5_quant.model.load import load
+    from glm5_quant.model import load
 
     loaded = load(model, dtype=dtype_of(config), device=config.device)
     return Runner(loaded, name or Path(model).resolve().name)
@@ -58,14 +58,14 @@ def tokenizer_of(source: Any, exports: Sequence[Any]) -> Any:
     return load_tokenizer(folders[0]) if folders else None
 
 
-def same_vocabulary(source: Runner, export: Runner) -> None:
-    """UserError when source and export cannot be compared token by token."""
-    if source.vocab_size is not None and export.vocab_size not in (None, source.vocab_size):
+def same_vocabulary(size: int | None, export: Runner) -> None:
+    """UserError when an export cannot be compared with a source of that vocabulary token by token."""
+    if size is not None and export.vocab_size not in (None, size):
         raise UserError(
             "source and export have different vocabularies",
             item=export.name,
             found=export.vocab_size,
-            expected=source.vocab_size,
+            expected=size,
         )
 
 

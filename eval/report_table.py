@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from glm5_quant.eval.report_tables import Table, all_tables
+from glm5_quant.eval.report_tables import all_tables
 from glm5_quant.eval.result import EvalResult
+from glm5_quant.eval.table import Table
 
 
 def to_table(result: EvalResult) -> str:

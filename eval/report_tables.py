@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from glm5_quant.eval.report_dialogue_tables import (
+    cache_table,
+    dialogue_table,
+    free_table,
+    layer_table,
+    misread_table,
+    task_table,
+)
 from glm5_quant.eval.result import EvalResult, ExportResult, SliceResult
 from glm5_quant.eval.statistics import Estimate
-
-MISSING = "-"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A titled table of strings; the first column is the label."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-
-
-def number(value: float | None, percent: bool = False) -> str:
-    """Four significant digits, or a percentage with as many as it needs; "-" for what is missing."""
-    if value is None:
-        return MISSING
-    if percent:
-        return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
-    if value == 0:
-        return "0"
-    return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"
-
-
-def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
-    """`value ± half width of the 95% interval`, the width in as many digits as matter."""
-    if estimate is None or estimate.value is None:
-        return MISSING
-    half = estimate.half_width
-    if half is None:
-        return number(estimate.value, percent)
-    width = f"{100 * half:.2g}%" if percent else f"{half:.2g}"
-    return f"{number(estimate.value, percent)} ± {width}"
-
+from glm5_quant.eval.table import MISSING, Table, number, with_interval
 
 Pick = Callable[[SliceResult], Estimate]
 
@@ -93,7 +66,10 @@ def text_table(result: EvalResult) -> Table:
         f"interval over {settings.cluster_unit}s ({settings.draws} draws, seed {settings.seed})."
     )
     header = ("", "source", *(found.name for found in result.exports))
-    return Table(title="Text", header=header, rows=tuple(map(tuple, rows)), note=note)
+    if result.noise_kl is not None:
+        note += f" The source against itself at another batch size: KL {number(result.noise_kl)}."
+    title = "Text" if settings.scored == "text" else "Answers of the dialogues"
+    return Table(title=title, header=header, rows=tuple(map(tuple, rows)), note=note)
 
 
 def slice_table(result: EvalResult) -> Table | None:
@@ -146,5 +122,16 @@ def gate_table(result: EvalResult) -> Table | None:
 
 def all_tables(result: EvalResult) -> list[Table]:
     """Every table the result can fill, in reading order."""
-    makers: Sequence[Callable[[EvalResult], Table | None]] = (text_table, verdict_table, slice_table, gate_table)
+    makers: Sequence[Callable[[EvalResult], Table | None]] = (
+        text_table,
+        verdict_table,
+        dialogue_table,
+        cache_table,
+        free_table,
+        misread_table,
+        task_table,
+        slice_table,
+        layer_table,
+        gate_table,
+    )
     return [table for maker in makers if (table := maker(result)) is not None]

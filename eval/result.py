@@ -107,6 +107,18 @@ class DialogueResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sample:
+    """The first answer of a dialogue on which two models differ."""
+
+    dialogue: int
+    turn: int
+    user: str
+    wanted: str
+    source: str
+    export: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class FreeRunningResult:
     """Each model answering by itself, with its own history."""
 
@@ -124,6 +136,7 @@ class FreeRunningResult:
     misreads: dict[str, int]
     source_critical_match: float | None
     critical_match: float | None
+    samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +153,24 @@ class TaskResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheResult:
-    """Quantized KV cache: per-layer relative error of keys and values, bytes kept per token and where."""
+class CacheVariant:
+    """Weights read with a quantized KV cache: drift, error of keys and values by layer, and bytes after one dialogue.
 
+    weights is "source" or an export's name; the drift is always against the source with a 16-bit cache.
+    """
+
+    weights: str
     kind: str
     feedback: float
+    recent: int
+    dialogue: DialogueResult | None
+    invalid: Invalid | None
     key_error: tuple[float, ...]
     value_error: tuple[float, ...]
     device_bytes: int
     host_bytes: int
     bytes_16bit: int
+    findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +187,6 @@ class ExportResult:
     free_running: FreeRunningResult | None = None
     tasks: tuple[TaskResult, ...] = ()
     layers: tuple[LayerResult, ...] = ()
-    cache: CacheResult | None = None
     findings: tuple[Finding, ...] = ()
     size_bytes: int | None = None
     forward_tokens: int = 0
@@ -181,6 +201,7 @@ class Settings:
     """How the figures came about, so that two results can be compared or refused."""
 
     source: str
+    scored: str
     unit: str
     prefix: str
     prefix_rule: str
@@ -216,6 +237,8 @@ class EvalResult:
     exports: tuple[ExportResult, ...]
     source_slices: tuple[SliceResult, ...] = ()
     invalid: Invalid | None = None
+    source_dialogue: DialogueResult | None = None
+    cache_variants: tuple[CacheVariant, ...] = ()
     noise_kl: float | None = None
     gates: tuple[GateResult, ...] = ()
     notes: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from glm5_quant.eval.divergence import SourceScores, TokenScores, compare, score_source
 from glm5_quant.eval.result import Invalid
+from glm5_quant.eval.routing import RoutingWatch
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.source_cache import SourceCache, TopK, compare_top_k
 from glm5_quant.eval.tally import Tally, position_band, token_columns
@@ -65,23 +66,28 @@ def score(
     batches: Iterable[Batch],
     marker: Marker,
     seen: Callable[[int], None] = lambda _: None,
+    watch: RoutingWatch | None = None,
 ) -> tuple[Pass, list[Pass]]:
     """Run the source's scorer and every export over all batches. Returns the source's pass and the exports'.
 
     A model whose figures are not finite is marked invalid at its first bad token and not run again; a broken source
-    ends the pass. `seen` is told the number of windows after each batch.
+    ends the pass. `seen` is told the number of windows after each batch; `watch` sees what the routers chose.
     """
     base, passes = Pass("source"), [Pass(export.name) for export in exports]
     for number, batch in enumerate(batches):
         rows, positions = batch.rows_and_targets()
         reference = source(number, batch)
+        if watch is not None:
+            watch.source_ran()
         if not np.isfinite(reference.nll).all():
             base.invalid = _invalid(base.name, batch, rows, int(np.argmin(np.isfinite(reference.nll))))
             break
-        _add(base, batch, _itself(reference), rows, marker)
-        for export, outcome in zip(exports, passes, strict=True):
+        _add(base, batch, against_itself(reference), rows, marker)
+        for index, (export, outcome) in enumerate(zip(exports, passes, strict=True)):
             if outcome.invalid is None:
-                scores = _compare(reference, export.logits(batch.ids, batch.mask), rows, positions)
+                scores = compare_with(reference, export.logits(batch.ids, batch.mask), rows, positions)
+                if watch is not None:
+                    watch.export_ran(index, batch.mask)
                 bad = scores.first_bad()
                 if bad is None:
                     _add(outcome, batch, scores, rows, marker)
@@ -91,26 +97,28 @@ def score(
     return base, passes
 
 
-def live_source(runner: Runner, cache: SourceCache | None) -> Callable[[int, Batch], Scores]:
+def live_source(runner: Runner | None, cache: SourceCache | None) -> Callable[[int, Batch], Scores]:
     """Score the source by running it; with a cache, keep its answers and read those already kept."""
 
     def scored(number: int, batch: Batch) -> Scores:
         if cache is not None and cache.has(number):
             return cache.read(number, batch.ids)
+        if runner is None:
+            raise ValueError(f"batch {number} was not kept, and the source is gone")
         rows, positions = batch.rows_and_targets()
-        scores = score_source(runner.logits(batch.ids, batch.mask), batch.ids, rows, positions)
+        scores = score_source(runner.logits(batch.ids, batch.mask), batch.ids[rows, positions], rows, positions)
         return scores if cache is None else cache.write(number, batch.ids, scores)
 
     return scored
 
 
-def _compare(reference: Scores, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> TokenScores:
+def compare_with(reference: Scores, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> TokenScores:
     if isinstance(reference, TopK):
         return compare_top_k(reference, logits, rows, positions)
     return compare(reference, logits, rows, positions)
 
 
-def _itself(reference: Scores) -> TokenScores:
+def against_itself(reference: Scores) -> TokenScores:
     """The source against itself, without running anything: same NLL, no divergence."""
     top1 = reference.top1 if isinstance(reference, SourceScores) else reference.ids[:, 0].long().numpy()
     zeros = np.zeros(len(reference.nll))

@@ -87,6 +87,11 @@ class SourceCache:
         """Whether batch `number` was kept."""
         return self._file(number).exists()
 
+    def mark_empty(self, number: int) -> None:
+        """Note that batch `number` has nothing to score."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file(number).touch()
+
     def write(self, number: int, ids: torch.Tensor, scores: SourceScores) -> TopK:
         """Keep a batch; the file appears whole or not at all. Returns what a reader will get."""
         kept = cut_to_top_k(scores, self.top_k)

@@ -76,8 +76,8 @@ class Resampled:
     def estimate(self, statistic: Statistic, confidence: float = 0.95) -> Estimate:
         """`statistic` of the total, with its percentile interval.
 
-        statistic maps [D, ...] totals to [D] values. Draws in which it has no value (no token of the slice was drawn) are
-        left out.
+        statistic maps [D, ...] totals to [D] values. Draws in which it has no value (no token of the slice was drawn)
+        are left out.
         """
         if not len(self.sums):
             return Estimate(value=None)

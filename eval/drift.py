@@ -1,0 +1,196 @@
+"""Teacher-forced drift: source and exports read the same dialogue; what each thinks of every answer, turn by turn.
+
+Each model keeps its own cache and reads the dialogue in chunks (or token by token, as in serving); the logits of a
+chunk are compared and dropped before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glm5_quant.eval.critical import CriticalWords
+from glm5_quant.eval.dialogue import Segment
+from glm5_quant.eval.divergence import score_source
+from glm5_quant.eval.result import Invalid
+from glm5_quant.eval.runner import Runner
+from glm5_quant.eval.score import POSITION_BANDS, Marker, Scores, against_itself, compare_with
+from glm5_quant.eval.source_cache import SourceCache
+from glm5_quant.eval.tally import FIELDS, Tally, position_band, token_columns
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Track:
+    """Token ids of a segment with, for each, its turn, whether it is scored, and whether it is critical."""
+
+    ids: NDArray[np.int64]
+    turn: NDArray[np.int64]
+    scored: NDArray[np.bool_]
+    critical: NDArray[np.bool_]
+
+
+def lay_out(segment: Segment, tokenizer: Any = None, words: CriticalWords | None = None) -> Track:
+    """One segment as flat arrays. Answer tokens of turns not yet scored are scored, what closes an answer included."""
+    ids, turns, scored, critical = [], [], [], []
+    for piece in segment.pieces:
+        size = len(piece.ids)
+        ids.append(np.asarray(piece.ids, dtype=np.int64))
+        turns.append(np.full(size, piece.turn))
+        wanted = piece.is_answer and piece.turn >= segment.first_scored_turn
+        scored.append(np.full(size, wanted))
+        marks = words.mark(tokenizer, piece.text, size) if words is not None and wanted else None
+        critical.append(np.zeros(size, dtype=np.bool_) if marks is None else marks)
+    return Track(
+        ids=np.concatenate(ids),
+        turn=np.concatenate(turns),
+        scored=np.concatenate(scored),
+        critical=np.concatenate(critical),
+    )
+
+
+@dataclass
+class Drift:
+    """Sums of FIELDS over scored answers: by turn [D, N, 8] (all tokens and numeric ones) and by slice."""
+
+    name: str
+    turns: int
+    by_turn: list[Floats] = field(default_factory=list)
+    numeric_by_turn: list[Floats] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    invalid: Invalid | None = None
+    cache: Any = None
+
+    def begin(self) -> None:
+        """Make room for the next dialogue."""
+        self.by_turn.append(np.zeros((self.turns, len(FIELDS))))
+        self.numeric_by_turn.append(np.zeros((self.turns, len(FIELDS))))
+
+    def add(self, columns: Floats, turn: NDArray[np.int64], slices: dict[str, NDArray[np.bool_] | None]) -> None:
+        """Add scored tokens [S, 8] of the current dialogue."""
+        np.add.at(self.by_turn[-1], turn, columns)
+        numeric = slices["numeric"]
+        if numeric is not None:
+            np.add.at(self.numeric_by_turn[-1], turn[numeric], columns[numeric])
+        self.tally.add((len(self.by_turn) - 1, 0), columns, slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A model reading dialogues, and how to make the cache it reads with. runner None: only its kept answers are
+    left."""
+
+    name: str
+    runner: Runner | None
+    new_cache: Callable[[], Any]
+
+    def step(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits [1, C, V] of the next tokens."""
+        if self.runner is None:
+            raise ValueError(f"{self.name} is no longer held")
+        return self.runner.step(ids, cache)
+
+
+def measure_drift(
+    source: Reader,
+    exports: Sequence[Reader],
+    dialogues: Sequence[Sequence[Segment]],
+    turns: int,
+    marker: Marker,
+    *,
+    chunk: int,
+    tokenizer: Any = None,
+    words: CriticalWords | None = None,
+    kept: SourceCache | None = None,
+    seen: Callable[[int], None] = lambda _: None,
+) -> tuple[Drift, list[Drift]]:
+    """Read all dialogues with all models, `chunk` tokens at a time (1: token by token).
+
+    Returns the source's own sums and those of each export against it. A model with figures that are not finite is
+    marked invalid at its first bad token and not read with again; a broken source ends the measurement.
+    """
+    base, found = Drift(source.name, turns), [Drift(export.name, turns) for export in exports]
+    number = 0
+    for index, parts in enumerate(dialogues):
+        for drift in (base, *found):
+            drift.begin()
+        for segment in parts:
+            track = lay_out(segment, tokenizer, words)
+            caches = [reader.new_cache() for reader in (source, *exports)]
+            for start, ids, at in _chunks(track, chunk):
+                reference = _reference(source, caches[0], ids, at - start, track.ids[at], number, kept)
+                number += 1
+                for reader, cache, drift in zip(exports, caches[1:], found, strict=True):
+                    if drift.invalid is None:
+                        logits = reader.step(ids, cache)
+                        if reference is not None:
+                            scores = compare_with(reference, logits, *_places(at - start))
+                            _note(drift, scores, track, at, marker, index)
+                if reference is not None:
+                    _note(base, against_itself(reference), track, at, marker, index)
+                if base.invalid is not None:
+                    return base, found
+            for drift, cache in zip((base, *found), caches, strict=True):
+                drift.cache = cache if drift.cache is None else drift.cache
+        seen(index + 1)
+    return base, found
+
+
+def _chunks(track: Track, size: int) -> Iterator[tuple[int, torch.Tensor, NDArray[np.int64]]]:
+    """(start, ids [1, C], positions of the scored tokens that this chunk predicts). The last token predicts nothing."""
+    # Nothing after the last scored token is asked for, so reading stops before it.
+    end = int(np.flatnonzero(track.scored)[-1]) if track.scored.any() else 0
+    for start in range(0, end, size):
+        stop = min(start + size, end)
+        at = start + 1 + np.flatnonzero(track.scored[start + 1 : stop + 1])
+        yield start, torch.from_numpy(track.ids[None, start:stop]), at
+
+
+def _places(offsets: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(len(offsets), dtype=torch.int64), torch.from_numpy(offsets)
+
+
+def _reference(
+    source: Reader,
+    cache: Any,
+    ids: torch.Tensor,
+    offsets: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    number: int,
+    kept: SourceCache | None,
+) -> Scores | None:
+    """The source's answers for one chunk, or None where the chunk has nothing to score."""
+    digest = torch.cat([ids[0], torch.from_numpy(targets)])
+    if kept is not None and kept.has(number):
+        return kept.read(number, digest) if len(targets) else None
+    logits = source.step(ids, cache)
+    if not len(targets):
+        if kept is not None:
+            kept.mark_empty(number)
+        return None
+    scores = score_source(logits, torch.from_numpy(targets), *_places(offsets))
+    return scores if kept is None else kept.write(number, digest, scores)
+
+
+def _note(drift: Drift, scores: Any, track: Track, at: NDArray[np.int64], marker: Marker, dialogue: int) -> None:
+    bad = scores.first_bad()
+    if bad is not None:
+        drift.invalid = Invalid(
+            model=drift.name,
+            document=dialogue,
+            file=f"turn {int(track.turn[at[bad]]) + 1}",
+            position=int(at[bad]),
+            reason="the logits give a figure that is not finite",
+        )
+        return
+    numeric = marker.is_numeric(scores.targets)
+    slices: dict[str, NDArray[np.bool_] | None] = {"all": None, "numeric": numeric, "critical": track.critical[at]}
+    for name, mask in position_band(POSITION_BANDS, at).items():
+        slices[name], slices[f"numeric {name}"] = mask, mask & numeric
+    drift.add(token_columns(scores), track.turn[at], slices)

@@ -1,0 +1,187 @@
+"""The charts of a report, from the result alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from glm5_quant.eval.result import DialogueResult, EvalResult, LayerResult
+from glm5_quant.eval.svg import Series, bars, lines
+
+Chart = tuple[str, str, str]
+"""Title, SVG with legend, and a sentence on how to read it."""
+
+
+def charts(result: EvalResult) -> list[Chart]:
+    """Every chart the result has data for, in reading order."""
+    makers: Sequence[Callable[[EvalResult], Chart]] = (
+        drift_chart,
+        kl_turn_chart,
+        number_turn_chart,
+        survival_chart,
+        position_chart,
+        layer_chart,
+        routing_chart,
+        coverage_chart,
+        misread_chart,
+    )
+    return [chart for maker in makers if (chart := maker(result))[1]]
+
+
+def smooth(values: Sequence[tuple[float, float, float]], width: int) -> list[tuple[float, float]]:
+    """Running means of (x, value, weight) over `width` neighbours, cut at the ends."""
+    found = []
+    for index, (x, _, _) in enumerate(values):
+        part = values[max(0, index - width // 2) : index + width // 2 + 1]
+        weight = sum(item[2] for item in part)
+        if weight:
+            found.append((x, sum(item[1] * item[2] for item in part) / weight))
+    return found
+
+
+def _dialogues(result: EvalResult) -> list[tuple[str, DialogueResult]]:
+    found = [(export.name, export.dialogue) for export in result.exports if export.dialogue is not None]
+    for variant in result.cache_variants:
+        if variant.dialogue is not None:
+            feedback = f", feedback {variant.feedback}" if variant.feedback else ""
+            found.append((f"{variant.weights}, {variant.kind} cache{feedback}", variant.dialogue))
+    return found
+
+
+def drift_chart(result: EvalResult) -> Chart:
+    """Perplexity ratio by turn, smoothed, with intervals at the named turns."""
+    series = []
+    for colour, (name, found) in enumerate(_dialogues(result)):
+        raw = [(point.turn, point.ratio.value, point.tokens) for point in found.points if point.ratio.value is not None]
+        line = smooth([(float(turn), value, float(tokens)) for turn, value, tokens in raw], max(1, found.turns // 20))
+        marked = [
+            (float(turn), estimate.low, estimate.high)
+            for turn, estimate in found.ratio_at.items()
+            if estimate.low is not None and estimate.high is not None
+        ]
+        series.append(Series(name=name, points=[(float(t), v) for t, v, _ in raw], colour=colour, faint=True))
+        series.append(Series(name=name, points=line, colour=colour, bars=marked))
+    return (
+        "Drift: perplexity against the source's, by turn",
+        lines(series, "turn", "perplexity / source", level=1.0),
+        "Thick: running mean over a twentieth of the turns; thin: single turns; bars: 95% intervals at the turns of "
+        "the table. A line that rises drifts; a flat one above 1 is worse from the start.",
+    )
+
+
+def kl_turn_chart(result: EvalResult) -> Chart:
+    """KL by turn."""
+    series = []
+    for colour, (name, found) in enumerate(_dialogues(result)):
+        raw = [(float(point.turn), point.kl, float(point.tokens)) for point in found.points if point.kl is not None]
+        series.append(Series(name=name, points=smooth(raw, max(1, found.turns // 20)), colour=colour))
+    return "Divergence by turn", lines(series, "turn", "KL, nats per token"), "0 is the source."
+
+
+def number_turn_chart(result: EvalResult) -> Chart:
+    """Share of numeric tokens whose top-1 differs from the source's, by turn."""
+    series = []
+    for colour, (name, found) in enumerate(_dialogues(result)):
+        raw = [(float(p.turn), 100 * p.numeric_flips, 1.0) for p in found.points if p.numeric_flips is not None]
+        series.append(Series(name=name, points=smooth(raw, max(1, found.turns // 10)), colour=colour))
+    return (
+        "Numbers by turn",
+        lines(series, "turn", "numeric tokens that differ, %"),
+        "Share of number tokens on which the most likely token is not the source's.",
+    )
+
+
+def survival_chart(result: EvalResult) -> Chart:
+    """Share of dialogues still identical to the source's, by turn."""
+    series = [
+        Series(
+            name=export.name,
+            points=[(float(turn), 100 * share) for turn, share in enumerate((1.0, *export.free_running.survival))],
+            colour=colour,
+        )
+        for colour, export in enumerate(result.exports)
+        if export.free_running is not None
+    ]
+    return (
+        "Free running: dialogues still word for word the source's",
+        lines(series, "turn", "dialogues, %", level=0.0),
+        "Each model answers the same users with its own history.",
+    )
+
+
+def position_chart(result: EvalResult) -> Chart:
+    """KL by how many tokens the model has before the one to be predicted, for all and for numeric tokens."""
+    names = [part.name for part in result.source_slices if part.name.startswith("position:")]
+    edges = [name.partition(":")[2] for name in names]
+    series = []
+    for colour, export in enumerate(result.exports):
+        for prefix, shift in (("", 0), ("numeric ", len(result.exports))):
+            parts = [export.slice(prefix + name) for name in names]
+            values = [part.kl.value if part else None for part in parts]
+            label = export.name + (": numeric tokens" if prefix else ": all tokens")
+            series.append((label, colour + shift, values))
+    return (
+        "Divergence by position",
+        bars(edges, series, "KL, nats per token"),
+        "Position: tokens of context before the scored one.",
+    )
+
+
+def _layer_series(result: EvalResult, read: Callable[[LayerResult], float | None], scale: float = 1.0) -> list[Series]:
+    return [
+        Series(
+            name=export.name,
+            points=[(float(at.layer), scale * value) for at in export.layers if (value := read(at)) is not None],
+            colour=colour,
+        )
+        for colour, export in enumerate(result.exports)
+    ]
+
+
+def layer_chart(result: EvalResult) -> Chart:
+    """Own error by layer."""
+    return (
+        "Error by layer",
+        lines(_layer_series(result, lambda at: at.local_error), "layer", "relative error", level=0.0),
+        "Each layer on the source's inputs: a single high point is a broken layer.",
+    )
+
+
+def routing_chart(result: EvalResult) -> Chart:
+    """Share of tokens rerouted by layer."""
+    return (
+        "Routing by layer",
+        lines(_layer_series(result, lambda at: at.routing_changed, 100.0), "layer", "tokens rerouted, %", level=0.0),
+        "Share of tokens that go to another set of experts than in the source.",
+    )
+
+
+def coverage_chart(result: EvalResult) -> Chart:
+    """Least loaded expert by layer, as a share of an even load: in the source and the exports."""
+
+    def least(load: tuple[float, ...]) -> float | None:
+        return 100 * min(load) * len(load) if load else None
+
+    series = _layer_series(result, lambda at: least(at.load))
+    base = next((export for export in result.exports if any(at.source_load for at in export.layers)), None)
+    if base is not None:
+        points = [(float(at.layer), value) for at in base.layers if (value := least(at.source_load)) is not None]
+        series.insert(0, Series(name="source", points=points, colour=6))
+    return (
+        "Coverage: the least used expert",
+        lines(series, "layer", "% of an even share", level=0.0),
+        "0: an expert that no token of this text reached, so nothing here speaks for it.",
+    )
+
+
+def misread_chart(result: EvalResult) -> Chart:
+    """Kinds of misread numbers in free answers."""
+    found = [(export.name, export.free_running) for export in result.exports if export.free_running is not None]
+    if not found:
+        return "", "", ""
+    columns = [("source", found[0][1].source_misreads), *((name, free.misreads) for name, free in found)]
+    kinds = [kind for kind in dict.fromkeys(k for _, counts in columns for k in counts) if kind != "equal"]
+    series = [
+        (name, 6 if name == "source" else index - 1, [float(counts.get(kind, 0)) for kind in kinds])
+        for index, (name, counts) in enumerate(columns)
+    ]
+    return "Misread numbers in free answers", bars(kinds, series, "count"), "Against the answers of the data."

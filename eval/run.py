@@ -1,0 +1,124 @@
+"""`evaluate`: one source, any number of exports, one result."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from glm5_quant.eval.assemble import assemble
+from glm5_quant.eval.config import EvalConfig
+from glm5_quant.eval.diagnose import diagnose
+from glm5_quant.eval.dialogue_part import DialoguePart, dialogue_part
+from glm5_quant.eval.gates import decide, parse_gates
+from glm5_quant.eval.result import EvalResult
+from glm5_quant.eval.session import Progress, Session
+from glm5_quant.eval.tasks import run_tasks
+from glm5_quant.eval.text_part import TextPart, text_part
+
+
+def evaluate(
+    source: Any,
+    exports: Sequence[Any] = (),
+    texts: Iterable[Any] | str | Path | None = None,
+    *,
+    dialogues: Iterable[Any] | str | Path | None = None,
+    tasks: Sequence[str | Path] = (),
+    tokenizer: Any = None,
+    names: Sequence[str] | None = None,
+    config: EvalConfig | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> EvalResult:
+    """Measure how far exports are from their source.
+
+    source, exports: model folders, transformers causal LMs, or functions `(ids [B, T], mask | None) -> logits
+    [B, T, V]`. texts: strings, token id lists, rows of `model.texts.read_texts`, or a path or hub id to read.
+    dialogues: rows with `messages`, or a path, for `long_dialogue`; glm5-tiny's held-out corpus where none are given.
+    tasks: files of numeric problems (GSM8K, SVAMP, CMATH). tokenizer: taken from the source's folder unless given.
+    names: what exports are called in the report. config or settings: fields of `EvalConfig`. progress: told of every
+    step.
+
+    Without texts the figures are those of the dialogues' answers. Scoring runs the source once over the text and each
+    export once (1 + N passes), besides `diagnose` windows looked at in parts. Raises UserError for settings, texts or
+    models that cannot be used. A model whose figures are not finite does not raise: the result has status "invalid".
+    """
+    started = time.monotonic()
+    config = replace(config or EvalConfig(), **settings)
+    gates = parse_gates(config.gates)
+    with Session(source, list(exports), names, tokenizer, config, progress) as session:
+        text, talk = _plan(session, _rows(texts), _rows(dialogues))
+        _run(session, text, talk)
+        result = assemble(session, text, talk, diagnose(session, text, talk), run_tasks(session, tasks))
+    return replace(
+        result,
+        gates=decide(gates, result.exports),
+        versions=_versions(),
+        seconds=time.monotonic() - started,
+        peak_memory_bytes=_peak_memory(),
+    )
+
+
+def _rows(texts: Iterable[Any] | str | Path | None) -> list[Any] | None:
+    if texts is None:
+        return None
+    if isinstance(texts, str | Path):
+        from glm5_quant.model.texts import read_texts
+
+        return list(read_texts(texts, split="test").rows)
+    return list(getattr(texts, "rows", texts))
+
+
+def _plan(
+    session: Session, rows: list[Any] | None, dialogues: list[Any] | None
+) -> tuple[TextPart | None, DialoguePart | None]:
+    """Both parts, planned before any model runs, so that what cannot work fails at once."""
+    talk = dialogue_part(session, dialogues) if session.config.long_dialogue else None
+    if rows is None and talk is None:
+        from glm5_quant.model.tiny.corpus import evaluation_dialogues
+
+        rows = evaluation_dialogues(8, 40)
+    return None if rows is None else text_part(session, rows), talk
+
+
+def _run(session: Session, text: TextPart | None, talk: DialoguePart | None) -> None:
+    config = session.config
+    if config.sequential:
+        # The source's answers are kept first, so that it need not be held while exports run.
+        _read(session, text, talk, [], with_source=True)
+        session.release()
+    for group in session.groups():
+        _read(session, text, talk, group, with_source=not config.sequential)
+        if config.sequential:
+            session.release(group[0])
+
+
+def _read(
+    session: Session, text: TextPart | None, talk: DialoguePart | None, group: list[int], with_source: bool
+) -> None:
+    steps = []
+    if text is not None:
+        steps.append(partial(text.run, group))
+    if talk is not None:
+        steps.append(partial(talk.run, group, with_source))
+        if session.config.free_running:
+            steps.append(partial(talk.converse, [None, *group] if with_source else group))
+    for step in steps:
+        step()
+
+
+def _versions() -> dict[str, str]:
+    packages = ("glm5-quant", "torch", "transformers", "numpy")
+    return {"python": platform.python_version()} | {package: version(package) for package in packages}
+
+
+def _peak_memory() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

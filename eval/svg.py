@@ -1,0 +1,163 @@
+"""Small charts as SVG text: lines with error bars, and grouped bars. No scripts, no fonts to fetch, readable in print.
+
+Series differ by colour and by dash or hatch, so that a grey print can still be read (colours: Okabe & Ito 2008).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "1 4", "12 4")
+WIDTH, HEIGHT = 640, 300
+LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 44
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one line; `faint` draws it thin behind the others. `bars` are (x, low, high) error bars."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: int
+    faint: bool = False
+    bars: Sequence[tuple[float, float, float]] = field(default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """Ranges of both axes and where they lie on the picture."""
+
+    low_x: float
+    high_x: float
+    low_y: float
+    high_y: float
+
+    def x(self, value: float) -> float:
+        """Picture x of a value."""
+        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        """Picture y of a value."""
+        return HEIGHT - BOTTOM - (value - self.low_y) / (self.high_y - self.low_y) * (HEIGHT - TOP - BOTTOM)
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round values that cover low to high."""
+    if not high > low:
+        high = low + (abs(low) or 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def label(value: float) -> str:
+    """A tick's text: short, without float noise."""
+    if value != 0 and (abs(value) < 1e-3 or abs(value) >= 1e5):
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.10g}" if abs(value) >= 1 else f"{value:.4g}"
+
+
+def lines(series: Sequence[Series], x_label: str, y_label: str, level: float | None = None) -> str:
+    """A line chart; `level` draws a thin reference line across. "" when there is nothing to draw."""
+    drawn = [found for found in series if found.points]
+    if not drawn:
+        return ""
+    xs = [x for found in drawn for x, _ in found.points]
+    # A faint line may leave the picture: single turns scatter more than the figure they are averaged to.
+    ys = [y for found in drawn if not found.faint for _, y in found.points]
+    ys += [end for found in drawn for _, *ends in found.bars for end in ends] + ([] if level is None else [level])
+    y_ticks, x_ticks = ticks(min(ys), max(ys)), ticks(min(xs), max(xs), 6)
+    frame = Frame(low_x=min(xs), high_x=max(max(xs), min(xs) + 1), low_y=y_ticks[0], high_y=y_ticks[-1])
+    parts = _axes(frame, [x for x in x_ticks if frame.low_x <= x <= frame.high_x], y_ticks, x_label, y_label)
+    if level is not None:
+        y = frame.y(level)
+        parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    parts += [_line(found, frame) for found in sorted(drawn, key=lambda found: not found.faint)]
+    names = [(found.name, found.colour) for found in drawn if not found.faint]
+    return _picture(parts, f"{y_label} by {x_label}") + legend(names)
+
+
+def _line(found: Series, frame: Frame) -> str:
+    colour, dash = COLOURS[found.colour % len(COLOURS)], DASHES[found.colour % len(DASHES)]
+    path = "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in found.points)
+    style = 'stroke-width="1" opacity="0.25"' if found.faint else f'stroke-width="2.2" stroke-dasharray="{dash}"'
+    text = f'<path d="{path}" fill="none" stroke="{colour}" {style} clip-path="url(#plot)"/>'
+    if len(found.points) <= 40 and not found.faint:
+        places = [f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"' for x, y in found.points]
+        text += "".join(f'<circle {place} r="2.6" fill="{colour}"/>' for place in places)
+    shift = (found.colour - 1) * 2.5
+    for x, low, high in found.bars:
+        at, top, bottom = min(max(frame.x(x) + shift, LEFT + 2), WIDTH - RIGHT - 2), frame.y(high), frame.y(low)
+        text += (
+            f'<path d="M{at:.1f},{top:.1f}V{bottom:.1f}M{at - 4:.1f},{top:.1f}h8M{at - 4:.1f},{bottom:.1f}h8" '
+            f'stroke="{colour}" stroke-width="1.6" fill="none"/>'
+        )
+    return text
+
+
+def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float | None]]], y_label: str) -> str:
+    """Grouped bars: for each group one bar a series (name, colour, values). "" when there is nothing to draw."""
+    values = [value for _, _, found in series for value in found if value is not None]
+    if not values or not groups:
+        return ""
+    y_ticks = ticks(0.0, max(values) or 1.0)
+    frame = Frame(low_x=0, high_x=len(groups), low_y=0, high_y=y_ticks[-1])
+    parts = _axes(frame, [], y_ticks, "", y_label)
+    width = (frame.x(1) - frame.x(0)) * 0.8 / len(series)
+    for place, group in enumerate(groups):
+        for number, (_, colour, found) in enumerate(series):
+            value = found[place]
+            if value is not None:
+                x, y = frame.x(place + 0.1) + number * width, frame.y(value)
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * 0.92:.1f}" height="{frame.y(0) - y:.1f}" '
+                    f'fill="{COLOURS[colour % len(COLOURS)]}"><title>{escape(group)}: {label(value)}</title></rect>'
+                )
+        parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle", narrow=len(groups) > 5))
+    return _picture(parts, y_label) + legend([(name, colour) for name, colour, _ in series])
+
+
+def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
+    plot = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+    parts = [f'<defs><clipPath id="plot"><rect {plot}/></clipPath></defs>']
+    for value in y_ticks:
+        y = frame.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 6, y + 4, label(value), "end"))
+    for value in x_ticks:
+        parts.append(
+            f'<line class="axis" x1="{frame.x(value):.1f}" x2="{frame.x(value):.1f}" y1="{HEIGHT - BOTTOM}" '
+            f'y2="{HEIGHT - BOTTOM + 4}"/>'
+        )
+        parts.append(_text(frame.x(value), HEIGHT - BOTTOM + 17, label(value), "middle"))
+    parts.append(f'<path class="axis" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none"/>')
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
+    place = f'transform="translate(14,{(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle"'
+    parts.append(f'<text class="name" {place}>{escape(y_label)}</text>')
+    return parts
+
+
+def _text(x: float, y: float, text: str, anchor: str, narrow: bool = False) -> str:
+    kind = ' class="narrow"' if narrow else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _picture(parts: list[str], title: str) -> str:
+    inside = "".join(parts)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">{inside}</svg>'
+
+
+def legend(names: Sequence[tuple[str, int]]) -> str:
+    """Names beside short strokes in their colour and dash; wraps on narrow screens."""
+    items = []
+    for name, colour in dict(names).items():
+        paint, dash = COLOURS[colour % len(COLOURS)], DASHES[colour % len(DASHES)]
+        line = f'<line x1="0" x2="28" y1="4" y2="4" stroke-width="4" stroke="{paint}" stroke-dasharray="{dash}"/>'
+        items.append(f'<span><svg class="key" viewBox="0 0 28 8">{line}</svg>{escape(name)}</span>')
+    return f'<p class="legend">{"".join(items)}</p>'

@@ -1,0 +1,41 @@
+"""Tables of strings, and how figures are written in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from glm5_quant.eval.statistics import Estimate
+
+MISSING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A titled table of strings; the first column is the label."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def number(value: float | None, percent: bool = False) -> str:
+    """Four significant digits, or a percentage with as many as it needs; "-" for what is missing."""
+    if value is None:
+        return MISSING
+    if percent:
+        return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
+    if value == 0:
+        return "0"
+    return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"
+
+
+def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
+    """`value ± half width of the 95% interval`, the width in as many digits as matter."""
+    if estimate is None or estimate.value is None:
+        return MISSING
+    half = estimate.half_width
+    if half is None:
+        return number(estimate.value, percent)
+    width = f"{100 * half:.2g}%" if percent else f"{half:.2g}"
+    return f"{number(estimate.value, percent)} ± {width}"

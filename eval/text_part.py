@@ -1,0 +1,73 @@
+"""The text part of an evaluation: windows, one pass of every model, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm5_quant.eval.documents import Document, Encoder, as_documents
+from glm5_quant.eval.routing import RoutingDrift, RoutingWatch
+from glm5_quant.eval.score import Pass, live_source, score
+from glm5_quant.eval.session import Session
+from glm5_quant.eval.stress import stress_documents
+from glm5_quant.eval.windows import Batch, WindowPlan, batches, cut, plan_windows
+from glm5_quant.model.errors import UserError
+
+
+@dataclass
+class TextPart:
+    """Windows to read and what was found: the source's pass, and the exports' by index."""
+
+    session: Session
+    rows: list[Any]
+    plan: WindowPlan
+    encoder: Encoder
+    base: Pass | None = None
+    passes: dict[int, Pass] = field(default_factory=dict)
+    routing: dict[int, RoutingDrift] = field(default_factory=dict)
+
+    def documents(self) -> Iterator[Document]:
+        """The texts, and the stress shapes made of them where wanted."""
+        yield from as_documents(self.rows, self.session.tokenizer)
+        if self.session.config.stress:
+            yield from stress_documents(as_documents(self.rows, self.session.tokenizer), self.session.config.seed)
+
+    def batches(self) -> Iterator[Batch]:
+        """Batches from the start; the same ones every time."""
+        config = self.session.config
+        self.encoder.empty = self.encoder.seen = 0
+        windows = cut(self.encoder(self.documents()), self.plan, config.num_windows)
+        return batches(windows, config.batch_size, config.padding_side)
+
+    def run(self, group: list[int]) -> None:
+        """Read all windows with the source (or its kept answers) and a group of exports."""
+        session, done = self.session, 0
+
+        def seen(count: int) -> None:
+            nonlocal done
+            done += count
+            session.progress("windows", done, session.config.num_windows)
+
+        reader = live_source(session.source, session.kept("windows"))
+        exports = [session.export(index) for index in group]
+        watch = RoutingWatch(session.source.model if session.source else None, [export.model for export in exports])
+        try:
+            self.base, passes = score(reader, exports, self.batches(), session.marker, seen, watch)
+        finally:
+            watch.close()
+        self.routing.update(zip(group, watch.drifts, strict=True))
+        if self.base.invalid is None and not self.base.tally.sums:
+            raise UserError(
+                "nothing to score: every text is empty or a single token",
+                item="texts",
+                found=f"{self.encoder.empty} of {self.encoder.seen} skipped",
+            )
+        self.passes.update(zip(group, passes, strict=True))
+
+
+def text_part(session: Session, rows: list[Any]) -> TextPart:
+    """Plan the windows of a text; UserError when they cannot be made."""
+    config = session.config
+    plan = plan_windows(config.window, config.stride, session.prefix.ids, session.max_positions)
+    return TextPart(session, rows, plan, Encoder(session.tokenizer, session.prefix, session.words))
