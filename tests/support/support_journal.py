@@ -4,6 +4,7 @@ make_journal(source, folder, ...)   every linear of the source (or those `only` 
                                     replaced plain tensors; returns the journal folder
 rtn(weight, ...)                    codes, scale and zero of one matrix
 export_of(source, folder, ...)      journal and export in one step; returns the export folder
+dequantized_twin(source, export, folder)   the source in float32 with every packed matrix as its export holds it
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5_quant.model.checkpoint import open_checkpoint
+from glm5_quant.model.exported import open_exported
 from glm5_quant.model.families import Linear, family_of, linears, read_linear
 from glm5_quant.model.journal import (
     DataRecord,
@@ -105,6 +107,25 @@ def export_of(source: Path, folder: Path, **settings: Any) -> Path:
     journal = make_journal(source, folder / "journal", **settings)
     export(source, journal, folder / "export")
     return folder / "export"
+
+
+def dequantized_twin(source: Path, exported_folder: Path, folder: Path) -> Path:
+    """A plain float32 checkpoint that any reader loads, holding what the export's codes and scales stand for."""
+    exported, checkpoint = open_exported(exported_folder), open_checkpoint(source)
+    assert exported is not None
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
+    for linear in linears(checkpoint, family_of(checkpoint.config)):
+        if linear.name in exported.shapes:
+            entry, first, last = linear.slice
+            target = tensors[linear.source] if entry is None else tensors[linear.source][entry]
+            codes, grid = exported.read(linear.name)
+            target[first:last] = dequantize(codes, Grid(scale=grid.scale.float(), zero=grid.zero))
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return folder
 
 
 def config_of(folder: Path) -> dict[str, Any]:
