@@ -251,12 +251,6 @@ def _open(folder: Path) -> Checkpoint:
     for file, named in weight_files(folder).items():
         found = read_header(file)
         _check_index(file, named, found)
-        twice = found.keys() & tensors.keys()
-        if twice:
-            name = min(twice)
-            raise UserError(
-                "a tensor is stored twice", file=file, item=name, found=f"also in {tensors[name].file.name}"
-            )
         tensors |= found
     if not tensors:
         raise UserError("no tensors in this checkpoint", file=folder)

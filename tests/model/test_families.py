@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from support_models import (
     ALL_TYPES,
     MOE_TYPES,
     edit_config,
+    glm5_shapes,
+    hollow,
     read_tensors,
     rewrite,
     split_experts,
@@ -337,6 +340,25 @@ def test_the_experts_of_one_layer_can_be_asked_for_alone(models: Path) -> None:
     family = family_of(checkpoint.config)
     assert expert_linears(checkpoint, family, 0) == []
     assert expert_linears(checkpoint, family, 1) == [x for x in found if x.expert is not None]
+
+
+@pytest.mark.slow
+def test_every_linear_of_glm5_itself_is_found_from_headers_alone(tmp_path: Path) -> None:
+    shapes = glm5_shapes()
+    assert len(shapes) == 59_079 and round(sum(map(math.prod, shapes.values())) / 1e9, 1) == 743.9
+    shapes |= {
+        name.replace("layers.77.", "layers.78."): shape for name, shape in shapes.items() if "layers.77." in name
+    }
+    shapes |= {"model.layers.78.eh_proj.weight": (6144, 12_288), "model.layers.78.enorm.weight": (6144,)}
+    try:
+        hollow(tmp_path, shapes, {"model_type": "glm_moe_dsa", "num_nextn_predict_layers": 1}, shards=282)
+    except OSError as error:
+        pytest.skip(f"this file system has no sparse files of this size: {error}")
+    checkpoint, found = opened(tmp_path)
+    assert len(found) == 78 * 4 + 3 * 3 + 75 * 3 * (1 + 256)
+    assert [x.expert for x in found].count(255) == 75 * 3
+    assert sum(x.n * x.k for x in found) == 740_012_851_200  # 78 x 150,339,584 + 9 x 75,497,472 + 57,825 x 12,582,912
+    assert len(mtp_tensors(checkpoint, FAMILIES["glm_moe_dsa"])) == 787 + 2
 
 
 def test_each_family_of_the_design_has_a_row() -> None:

@@ -267,6 +267,13 @@ def test_kwargs_depend_on_the_shape_alone(tmp_path: Path) -> None:
         assert all(map(torch.equal, a["position_embeddings"], b["position_embeddings"]))
 
 
+def test_a_recorder_shows_the_attributes_of_the_layer_it_stands_for(tmp_path: Path) -> None:
+    runner = runner_of(tiny("qwen3", tmp_path))
+    recorder = runner._recorders()[1]
+    assert recorder.self_attn is runner.base.layers[1].self_attn
+    assert not hasattr(recorder, "no_such_thing")
+
+
 def test_a_large_embedding_is_read_row_by_row_with_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 tiny(model_type, folder, **config_overrides)  any family, one file, bf16, seed 0
 tiny_q3 / tiny_glm / tiny_ds8 / uniform       the named fixtures of the field cases
+hollow(folder, shapes, config)                any size, no bytes: glm5_shapes() is GLM-5 itself
 byte_tokenizer(folder, bos=, chat_template=)  ids are UTF-8 bytes, specials on bytes it never uses (256 ids)
 read_tensors / write_tensors / rewrite / edit_config / stack_experts / split_experts   change a folder afterwards
 """
@@ -9,6 +10,7 @@ read_tensors / write_tensors / rewrite / edit_config / stack_experts / split_exp
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -295,6 +297,59 @@ def split_experts(folder: Path) -> Path:
                 plain[f"{base}.{expert}.down_proj.weight"] = matrix
     write_tensors(folder, plain)
     return folder
+
+
+def hollow(folder: Path, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], *, shards: int = 4) -> Path:
+    """A BF16 checkpoint of any size that is all headers: the tensors are holes of sparse files and read as zeros."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names, weight_map = sorted(shapes), {}
+    for shard in range(shards):
+        header, end = {}, 0
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        for name in part:
+            begin, end = end, end + 2 * math.prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [begin, end]}
+        raw = json.dumps(header).encode()
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        with (folder / file).open("wb") as stream:
+            stream.write(len(raw).to_bytes(8, "little") + raw)
+            stream.truncate(8 + len(raw) + end)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    return folder
+
+
+def glm5_shapes(layers: int = 78, experts: int = 256) -> dict[str, tuple[int, ...]]:
+    """Every tensor of GLM-5 as it is stored, without the MTP layer: 59,079 of them."""
+    d, shapes = 6144, {"model.embed_tokens.weight": (154_880, 6144), "lm_head.weight": (154_880, 6144)}
+    shapes["model.norm.weight"] = (d,)
+    attention = {
+        "q_a_proj": (2048, d),
+        "q_a_layernorm": (2048,),
+        "q_b_proj": (64 * 256, 2048),
+        "kv_a_proj_with_mqa": (512 + 64, d),
+        "kv_a_layernorm": (512,),
+        "kv_b_proj": (64 * (192 + 256), 512),
+        "o_proj": (d, 64 * 256),
+        "indexer.wq_b": (32 * 128, 2048),
+        "indexer.wk": (128, d),
+        "indexer.k_norm": (128,),
+        "indexer.weights_proj": (32, d),
+    }
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        shapes |= {f"{base}.self_attn.{name}.weight": shape for name, shape in attention.items()}
+        shapes[f"{base}.self_attn.indexer.k_norm.bias"] = (128,)
+        shapes |= {f"{base}.{name}_layernorm.weight": (d,) for name in ("input", "post_attention")}
+        if layer >= 3:
+            shapes |= {f"{base}.mlp.gate.weight": (experts, d), f"{base}.mlp.gate.e_score_correction_bias": (experts,)}
+        width = 2048 if layer >= 3 else 12_288
+        blocks = [f"experts.{e}." for e in range(experts)] + ["shared_experts."] if layer >= 3 else [""]
+        for block in blocks:
+            shapes |= {f"{base}.mlp.{block}{name}_proj.weight": (width, d) for name in ("gate", "up")}
+            shapes[f"{base}.mlp.{block}down_proj.weight"] = (d, width)
+    return shapes
 
 
 SPECIALS = {"<s>": 245, "</s>": 246, "<pad>": 247, "<|user|>": 248, "<|assistant|>": 249, "<|system|>": 250}
