@@ -11,12 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5_quant.quant.threads import share_out
+
 RATIOS = (1.0, 0.94, 0.88, 0.82, 0.76, 0.7, 0.64, 0.58, 0.52, 0.45)
 ZERO_SHIFTS = (0, -1, 1)
 MAX_CODE = 15
 MID_CODE = 8
-# 64 Ki weights: the handful of temporaries of one chunk stay in a core's cache.
-CHUNK_WEIGHTS = 65536
+# The temporaries of one chunk stay in a core's cache, and PyTorch runs 32 Ki elements without waking other threads,
+# whose barriers cost more than such a small operation. A GPU wants much more at once.
+CHUNK_WEIGHTS = 32768
+CHUNK_WEIGHTS_GPU = 1 << 24
 
 
 def range_scale(low: Tensor, high: Tensor, *, symmetric: bool) -> Tensor:
@@ -57,14 +61,19 @@ def best_block_grids(
     scale_GN = torch.empty(g, n, device=blocks_GNJ.device)
     zero_GN = torch.empty_like(scale_GN)
     importance_GJ = _normalised_importance(importance_GJ)
-    rows = max(1, min(n, CHUNK_WEIGHTS // j))
-    groups = max(1, CHUNK_WEIGHTS // (j * rows))
-    for g0 in range(0, g, groups):
-        for n0 in range(0, n, rows):
-            part = (slice(g0, g0 + groups), slice(n0, n0 + rows))
-            scale_GN[part], zero_GN[part] = _search(
-                blocks_GNJ[part].contiguous(), importance_GJ[part[0]], symmetric, scale_dtype
-            )
+    chunk = CHUNK_WEIGHTS if blocks_GNJ.device.type == "cpu" else CHUNK_WEIGHTS_GPU
+    rows = max(1, min(n, chunk // j))
+    groups = max(1, chunk // (j * rows))
+
+    def search_part(part: tuple[slice, slice]) -> None:
+        scale_GN[part], zero_GN[part] = _search(
+            blocks_GNJ[part].contiguous(), importance_GJ[part[0]], symmetric, scale_dtype
+        )
+
+    share_out(
+        search_part,
+        [(slice(g0, g0 + groups), slice(n0, n0 + rows)) for g0 in range(0, g, groups) for n0 in range(0, n, rows)],
+    )
     return scale_GN, zero_GN
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, to_blocks
+from glm5_quant.quant.threads import one_thread, share_out
 
 BATCH_COLUMNS = 128
 SUB_COLUMNS = 16
@@ -39,16 +40,19 @@ def descend(weight_NK: Tensor, hessian_KK: Tensor, codes_NK: Tensor, grid: Grid)
     moved_EKN = torch.zeros_like(pull_EKN)
     for start in range(0, k, BATCH_COLUMNS):
         stop = min(start + BATCH_COLUMNS, k)
-        for sub in range(start, stop, SUB_COLUMNS):
-            end = min(sub + SUB_COLUMNS, stop)
-            for j in range(sub, end):
-                wanted_EN = torch.addcdiv(steps_EKN[:, j], pull_EKN[:, j] * inverse_EK1[:, j], scale_EKN[:, j])
-                wanted_EN = torch.clamp(wanted_EN.round_(), low_EKN[:, j], high_EKN[:, j])
-                moved_EN = (wanted_EN - steps_EKN[:, j]) * scale_EKN[:, j]
-                steps_EKN[:, j], moved_EKN[:, j] = wanted_EN, moved_EN
-                if j + 1 < end:
-                    pull_EKN[:, j + 1 : end].addcmul_(hessian_EKK[:, j, j + 1 : end, None], moved_EN[:, None], value=-1)
-            _carry(pull_EKN, moved_EKN, hessian_EKK, (sub, end, stop))
+        with one_thread():
+            for sub in range(start, stop, SUB_COLUMNS):
+                end = min(sub + SUB_COLUMNS, stop)
+                for j in range(sub, end):
+                    wanted_EN = torch.addcdiv(steps_EKN[:, j], pull_EKN[:, j] * inverse_EK1[:, j], scale_EKN[:, j])
+                    wanted_EN = torch.clamp(wanted_EN.round_(), low_EKN[:, j], high_EKN[:, j])
+                    moved_EN = (wanted_EN - steps_EKN[:, j]) * scale_EKN[:, j]
+                    steps_EKN[:, j], moved_EKN[:, j] = wanted_EN, moved_EN
+                    if j + 1 < end:
+                        pull_EKN[:, j + 1 : end].addcmul_(
+                            hessian_EKK[:, j, j + 1 : end, None], moved_EN[:, None], value=-1
+                        )
+                _carry(pull_EKN, moved_EKN, hessian_EKK, (sub, end, stop))
         _carry(pull_EKN, moved_EKN, hessian_EKK, (start, stop, k))
     return (steps_EKN.transpose(1, 2).reshape(codes_NK.shape) + zero).to(torch.uint8)
 
@@ -71,12 +75,15 @@ def refit_scales(weight_NK: Tensor, hessian_KK: Tensor, codes_NK: Tensor, grid: 
     steps_ENK = (codes_NK.float() - expand(grid.zero, grid, k).float()).reshape(-1, n, k)
     old_ENB = grid.scale.reshape(-1, n, grid.scale.shape[-1])
     new_ENB = old_ENB.clone()
-    for e in range(weight_ENK.shape[0]):
-        for row in range(0, n, REFIT_ROWS):
-            part = slice(row, row + REFIT_ROWS)
-            new_ENB[e, part] = _refit(
-                weight_ENK[e, part], hessian_EKK[e], steps_ENK[e, part], old_ENB[e, part], grid.group_size
-            )
+
+    def refit_part(part: tuple[int, slice]) -> None:
+        e, rows = part
+        new_ENB[e, rows] = _refit(
+            weight_ENK[e, rows], hessian_EKK[e], steps_ENK[e, rows], old_ENB[e, rows], grid.group_size
+        )
+
+    parts = [(e, slice(row, row + REFIT_ROWS)) for e in range(old_ENB.shape[0]) for row in range(0, n, REFIT_ROWS)]
+    share_out(refit_part, parts)
     stored = new_ENB.to(scale_dtype).float()
     usable = (torch.isfinite(stored) & (stored > 0) & (stored < 2 * old_ENB)).all(-1, keepdim=True)
     fitted = Grid(

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5_quant.quant.cholesky import cholesky
+
 
 @dataclass(frozen=True)
 class Order:
@@ -37,8 +39,8 @@ def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     mixed_EKK = mixed_EKK.gather(2, reversed_EK[:, None, :].expand(-1, k, -1))
     mean_E = diagonal_EK.mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     mixed_EKK /= mean_E[:, None, None]
-    factor_EKK, info_E = torch.linalg.cholesky_ex(_damped(mixed_EKK, damp))
-    for bad in torch.nonzero((info_E != 0) | ~torch.isfinite(factor_EKK).flatten(1).all(1)).flatten().tolist():
+    factor_EKK, ok_E = cholesky(_damped(mixed_EKK, damp))
+    for bad in torch.nonzero(~ok_E).flatten().tolist():
         factor_EKK[bad] = _stubborn_factor(mixed_EKK[bad].double(), max(damp, 1e-6))
     root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1)
     variance_EK = torch.empty_like(root_EK).scatter_(1, reversed_EK, root_EK.square())
@@ -55,8 +57,7 @@ def _damped(hessian: Tensor, amount: float) -> Tensor:
 def _stubborn_factor(hessian_KK: Tensor, damp: float) -> Tensor:
     """Cholesky in float64, with ten times the damping until it succeeds."""
     while True:
-        factor_KK, info = torch.linalg.cholesky_ex(_damped(hessian_KK, damp))
-        if int(info) == 0:
-            found_KK: Tensor = factor_KK.float()
-            return found_KK
+        factor_EKK, ok_E = cholesky(_damped(hessian_KK, damp)[None])
+        if bool(ok_E):
+            return factor_EKK[0].float()
         damp *= 10.0

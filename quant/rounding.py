@@ -21,6 +21,7 @@ from glm5_quant.quant.errors import quadratic_rows, relative_error
 from glm5_quant.quant.factor import Order, order_columns
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
 from glm5_quant.quant.statistics import shrink
+from glm5_quant.quant.threads import one_thread
 
 BATCH_COLUMNS = 128
 # Rank-1 updates reach only this far; the rest of a batch is updated by small matmuls.
@@ -138,17 +139,18 @@ def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN:
     error_EKN, steps_EKN = torch.empty_like(weight_EKN), torch.empty_like(weight_EKN)
     for start in range(0, k, BATCH_COLUMNS):
         stop = min(start + BATCH_COLUMNS, k)
-        for sub in range(start, stop, SUB_COLUMNS):
-            end = min(sub + SUB_COLUMNS, stop)
-            for j in range(sub, end):
-                scale_EN = scale_EKN[:, j]
-                steps_EN = torch.clamp((adjusted_EKN[:, j] / scale_EN).round_(), low_EKN[:, j], high_EKN[:, j])
-                steps_EKN[:, j] = steps_EN
-                error_EN = torch.addcmul(weight_EKN[:, j], steps_EN, scale_EN, value=-1.0)
-                error_EKN[:, j] = error_EN
-                if j + 1 < end:
-                    adjusted_EKN[:, j + 1 : end].addcmul_(unit_EKK[:, j, j + 1 : end, None], error_EN[:, None])
-            _carry(adjusted_EKN, error_EKN, unit_EKK, (sub, end, stop))
+        with one_thread():
+            for sub in range(start, stop, SUB_COLUMNS):
+                end = min(sub + SUB_COLUMNS, stop)
+                for j in range(sub, end):
+                    scale_EN = scale_EKN[:, j]
+                    steps_EN = torch.clamp((adjusted_EKN[:, j] / scale_EN).round_(), low_EKN[:, j], high_EKN[:, j])
+                    steps_EKN[:, j] = steps_EN
+                    error_EN = torch.addcmul(weight_EKN[:, j], steps_EN, scale_EN, value=-1.0)
+                    error_EKN[:, j] = error_EN
+                    if j + 1 < end:
+                        adjusted_EKN[:, j + 1 : end].addcmul_(unit_EKK[:, j, j + 1 : end, None], error_EN[:, None])
+                _carry(adjusted_EKN, error_EKN, unit_EKK, (sub, end, stop))
         _carry(adjusted_EKN, error_EKN, unit_EKK, (start, stop, k))
     return steps_EKN
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from glm5_quant.quant.cholesky import cholesky
+
 MIN_TOKENS_PER_CHANNEL = 4
 
 
@@ -38,10 +40,9 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
     while True:
         ridge_KK = hessian_KK.clone()
         ridge_KK.diagonal(dim1=-2, dim2=-1).add_((delta * mean)[..., None])
-        factor_KK, info = torch.linalg.cholesky_ex(ridge_KK)
-        if not bool((info != 0).any()):
-            found_KK: Tensor = factor_KK
-            return found_KK
+        factor_EKK, ok_E = cholesky(ridge_KK.reshape(-1, *ridge_KK.shape[-2:]))
+        if bool(ok_E.all()):
+            return factor_EKK.reshape(hessian_KK.shape)
         delta = max(10.0 * delta, 1e-6)
 
 
