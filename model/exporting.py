@@ -29,6 +29,7 @@ from glm5_quant.model.shards import Spec, Written, shard_names, split_into_shard
 from glm5_quant.model.verifying import check_structure
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+_AGAIN = "Run `glm5-quant calibrate` again with --resume never"
 _SLACK_BYTES = 1 << 16  # headers, index, directory blocks
 Progress = Callable[[int, int, str], None]
 
@@ -161,9 +162,8 @@ def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
         )
     _check_source(source, journal)
     tensors: dict[str, TensorInfo] = {}
+    _check_layers(journal)
     for path in _layer_files(journal):
-        if not path.exists():
-            raise UserError("a finished layer lacks its file", file=path, hint="Run `glm5-quant calibrate` again")
         tensors |= read_header(path)
     found = linears(source, family_of(source.config, file=source.config_file))
     parts = Checkpoint(journal.folder, {}, tensors, {}, Fp8Scheme())
@@ -176,9 +176,19 @@ def _layer_files(journal: Journal) -> list[Path]:
     return files + ([extra] if extra.exists() else [])
 
 
+def _check_layers(journal: Journal) -> None:
+    """Every finished layer's file has the bytes it was committed with: a flipped bit in a code shows nowhere else."""
+    for layer in range(journal.manifest.layers):
+        path = journal.layer_file(layer)
+        if not path.exists():
+            raise UserError("a finished layer lacks its file", file=path, hint=_AGAIN)
+        if file_sha256(path) != journal.record(layer).file_sha256:
+            raise UserError("a finished layer's file is not what was written", file=path, hint=_AGAIN)
+
+
 def _check_source(source: Checkpoint, journal: Journal) -> None:
     record = journal.manifest.source
-    found = {path.relative_to(source.folder).as_posix(): shard_digest(path) for path in source.shards}
+    found = {path.name: shard_digest(path) for path in source.shards}
     differing = sorted(n for n in found.keys() | record.shards.keys() if found.get(n) != record.shards.get(n))
     if record.config_sha256 != config_digest(source.config):
         differing.insert(0, "config.json")

@@ -51,6 +51,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     backend: str | None = None,
+    resident: str = "int4",
 ) -> Any:
     """A `transformers` model in eval mode; `model.glm5_quant` is a `LoadSummary`, `model.packed_count` its main number.
 
@@ -60,6 +61,7 @@ def load(
             biases stay float32 whatever it is.
         device: where the model goes; layers are moved there as they are filled.
         backend: of the packed modules: reference, cpu or triton; None lets the device decide.
+        resident: "int4" keeps the codes only; "int8" lets the CPU path keep a second, faster copy of twice the size.
 
     Raises:
         UserError: config and weights disagree about quantization, tensors are missing or of another shape, values are
@@ -71,7 +73,7 @@ def load(
     family = family_of(plain.config, file=plain.config_file)
     dtype = dtype or plain.dtype
     model = build_empty(plain, dtype)
-    packer = _Packer(exported, model, backend) if exported else None
+    packer = _Packer(exported, model, backend, resident) if exported else None
     keep_fp32 = fp32_patterns(model, dtype)
     for i, layer in enumerate(model.model.layers):
         packed = packer.fill_layer(i) if packer else ()
@@ -93,11 +95,11 @@ def load(
 class _Packer:
     """Puts packed modules into an empty model, from an export and its sidecar."""
 
-    def __init__(self, exported: Exported, model: Any, backend: str | None) -> None:
+    def __init__(self, exported: Exported, model: Any, backend: str | None, resident: str) -> None:
         if exported.scheme.group_size != GROUP_SIZE:
             found = exported.scheme.group_size
             raise UserError("blocks our kernels do not compute", file=exported.checkpoint.config_file, found=found)
-        self.exported, self.model, self.backend = exported, model, backend
+        self.exported, self.model, self.backend, self.resident = exported, model, backend, resident
         self.plain = exported.plain_view
         self.family = family_of(self.plain.config)
         sidecar = open_sidecar(exported.checkpoint.folder)
@@ -159,7 +161,7 @@ class _Packer:
         codes_NK, grid = self.exported.read(name)
         shadow = self._shadow_rows([(name, 0)], grid.scale.shape[0])
         parts = None if shadow is None else _shadow([shadow])
-        packed = from_codes(codes_NK, grid.scale, grid.zero, shadow=parts)
+        packed = from_codes(codes_NK, grid.scale, grid.zero, shadow=parts, resident=self.resident)
         self.packed_bytes += _matrix_bytes(packed)
         return packed
 
@@ -199,7 +201,7 @@ class _Packer:
                 places.append((linear.name, first))
                 first += linear.n
             shadows.append(self._shadow_rows(places, n))
-        packed = PackedMatrix(codes, scale, zero, n, k, _shadow(shadows))
+        packed = PackedMatrix(codes, scale, zero, n, k, _shadow(shadows), self.resident)
         self.packed_bytes += _matrix_bytes(packed)
         return packed
 

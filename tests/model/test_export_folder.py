@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support_journal import content, make_journal, packed_parts, rtn, source_record
+from support_journal import content, edit_layer, make_journal, packed_parts, rtn, source_record
 from support_models import edit_config, rewrite, stack_experts, tiny, tiny_q3
 
 from glm5_quant.model import atomic, export, exporting, staging
@@ -270,17 +269,28 @@ def test_o04_a_damaged_weight_that_would_be_copied_stops_the_export(tmp_path):
 def test_a_journal_with_faulty_parts_is_refused(q3, tmp_path, change, message):
     source, _ = q3
     journal = make_journal(source, tmp_path / "journal")
-    file = journal / "layers" / "00000.safetensors"
-    tensors = load_file(file)
-    for part, edit in change.items():
-        name = f"model.layers.0.self_attn.q_proj.{part}"
-        value = tensors.pop(name)
-        if edit is not None:
-            tensors[name] = edit(value)
-    save_file(tensors, file)
+
+    def edit(tensors):
+        for part, value in change.items():
+            name = f"model.layers.0.self_attn.q_proj.{part}"
+            old = tensors.pop(name)
+            tensors |= {} if value is None else {name: value(old)}
+        return tensors
+
+    edit_layer(journal, 0, edit)
     with pytest.raises(UserError, match=message):
         export(source, journal, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_file_that_changed_since_it_was_committed_is_refused(q3, tmp_path):
+    journal = make_journal(q3[0], tmp_path / "journal")
+    file = journal / "layers" / "00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"00001.safetensors: a finished layer's file is not what was written"):
+        export(q3[0], journal, tmp_path / "out")
 
 
 def test_a_packed_matrix_the_source_does_not_have_is_refused(q3, tmp_path):

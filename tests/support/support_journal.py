@@ -4,6 +4,7 @@ make_journal(source, folder, ...)   every linear of the source (or those `only` 
                                     replaced plain tensors; returns the journal folder
 rtn(weight, ...)                    codes, scale and zero of one matrix
 export_of(source, folder, ...)      journal and export in one step; returns the export folder
+edit_layer(journal, layer, change)  change a layer's tensors behind calibration's back
 dequantized_twin(source, export, folder)   the source in float32 with every packed matrix as its export holds it
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5_quant.model.checkpoint import open_checkpoint
@@ -31,6 +32,7 @@ from glm5_quant.model.journal import (
     SourceRecord,
     config_digest,
     file_sha256,
+    open_journal,
     shard_digest,
     write_record,
 )
@@ -100,6 +102,15 @@ def make_journal(
     return folder
 
 
+def edit_layer(journal: Path, layer: int, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Change a layer's tensors and write the record that belongs to them."""
+    opened = open_journal(journal)
+    file = opened.layer_file(layer)
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    record = opened.record(layer).model_copy(update={"file_sha256": file_sha256(file)})
+    write_record(opened.record_file(layer), record)
+
+
 def export_of(source: Path, folder: Path, **settings: Any) -> Path:
     """Journal in `folder`/journal, export in `folder`/export."""
     from glm5_quant.model import export
@@ -158,5 +169,5 @@ def source_record(checkpoint: Any) -> SourceRecord:
         model_type=checkpoint.config["model_type"],
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         config_sha256=config_digest(checkpoint.config),
-        shards={path.relative_to(checkpoint.folder).as_posix(): shard_digest(path) for path in checkpoint.shards},
+        shards={path.name: shard_digest(path) for path in checkpoint.shards},
     )
