@@ -1,0 +1,177 @@
+"""Taps, streams, coverage, evidence: the parts a layer is solved with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glm5_quant.calibrate.coverage import by_expert, summarize
+from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.settings import Settings, parse_bytes, quant_config
+from glm5_quant.calibrate.stream import Stream, scratch
+from glm5_quant.calibrate.taps import Keep, Recorder, Replay, Solver, StageReached, install, swapped
+from glm5_quant.model.errors import UserError
+
+
+class Toy(nn.Module):
+    """Three linears: a and b read one input, c reads what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 3), nn.Linear(4, 3, bias=False), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.tanh(self.a(x)) + self.b(x))
+        return out
+
+
+def test_recorder_groups_linears_by_the_input_they_read_and_changes_no_result() -> None:
+    toy, x = Toy(), torch.randn(5, 4)
+    expected = toy(x)
+    recorder = Recorder(torch.float32)
+    install(toy, {"a": "L.a", "b": "L.b", "c": "L.c"}, recorder)
+    assert torch.equal(toy(x), expected)
+    assert recorder.groups == [["L.a", "L.b"], ["L.c"]]
+    assert torch.equal(recorder.inputs[0], x)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_every_stage_sees_all_tokens_computed_with_the_stages_before_it_solved(chunks: int) -> None:
+    toy, x = Toy(), torch.randn(6, 4)
+    solved = {"a": torch.randn(3, 4), "b": torch.randn(3, 4), "c": torch.randn(2, 3)}
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    groups = [["a", "b"], ["c"]]
+    solver = Solver(
+        {"a": 0, "b": 0, "c": 1},
+        lambda group, value: seen[group].append(value),
+        lambda group: {name: solved[name] for name in groups[group]},
+        torch.float32,
+    )
+    taps = install(toy, {name: name for name in solved}, solver)
+    solver.single = chunks == 1
+    parts = x.chunk(chunks)
+    outputs: list[Tensor] = []
+    for _ in range(5):
+        outputs = []
+        for number, part in enumerate(parts):
+            solver.last = number == chunks - 1
+            try:
+                outputs.append(toy(part))
+            except StageReached:
+                continue
+        if len(outputs) == chunks:
+            break
+    middle = torch.tanh(x @ solved["a"].T + taps["a"].bias) + x @ solved["b"].T
+    assert torch.allclose(torch.cat(seen[0]), x)
+    assert torch.allclose(torch.cat(seen[1]), middle, atol=1e-6)
+    assert torch.allclose(torch.cat(outputs), middle @ solved["c"].T + taps["c"].bias, atol=1e-6)
+
+
+def test_swapped_modules_come_back_even_after_an_error() -> None:
+    toy = Toy()
+    original = toy.a
+    with pytest.raises(RuntimeError), swapped(toy, {"a": Keep()}):
+        raise RuntimeError
+    assert toy.a is original
+
+
+def test_replay_gives_its_output_the_shape_the_caller_works_in() -> None:
+    stored = torch.arange(12.0).view(6, 2)
+    assert Replay(stored)(torch.zeros(2, 3, 2)).shape == (2, 3, 2)
+    assert Replay((stored, None))(torch.zeros(1)) == (stored, None)
+
+
+def test_tokens_are_sorted_to_experts_in_ascending_order_with_their_router_weights() -> None:
+    chosen = torch.tensor([[2, 0], [0, 3], [2, 0]])
+    scale = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.9, 0.1]])
+    routed = by_expert(chosen, scale, 3)
+    assert [index.tolist() for index in routed.index] == [[0, 1, 2], [], [0, 2]]
+    assert [weight.tolist() for weight in routed.scale] == [
+        pytest.approx([0.3, 0.6, 0.1]),
+        [],
+        pytest.approx([0.7, 0.9]),
+    ]
+    assert routed.counts == [3, 0, 2]
+
+
+def test_coverage_counts_unseen_and_thin_experts_over_all_layers() -> None:
+    coverage = summarize([[0, 10, 200], [5, 500, 0]], target=100)
+    assert (coverage.unseen, coverage.below_target, coverage.least, coverage.experts) == (2, 4, 0, 6)
+    assert "2 saw 0 tokens" in coverage.line
+    assert summarize([], target=1).line == "no routed experts"
+
+
+def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
+    x, source = torch.randn(10, 4), torch.randn(10, 4)
+    evidence = Evidence.empty(4, held_from=6, cross=True, device="cpu")
+    evidence.add(x[:8], source[:8], 0)
+    evidence.add(x[8:], source[8:], torch.tensor([8, 9]))
+    (part,) = evidence.parts
+    assert (part.fit.tokens, part.held.tokens) == (6, 4)
+    assert torch.allclose(part.held.hessian_KK, x[6:].T @ x[6:] / 4, atol=1e-6)
+    total = part.total()
+    assert torch.allclose(total.hessian_KK, x.T @ x / 10, atol=1e-6)
+    assert total.cross_KK is not None
+    assert torch.allclose(total.cross_KK, source.T @ x / 10, atol=1e-6)
+
+
+def test_very_wide_inputs_are_kept_as_blocks_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 8)
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.HESSIAN_BLOCK", 6)
+    evidence = Evidence.empty(16, held_from=100, cross=False, device="cpu")
+    x = torch.randn(5, 16)
+    evidence.add(x, None, 0)
+    assert [part.columns for part in evidence.parts] == [slice(0, 6), slice(6, 12), slice(12, 16)]
+    assert torch.allclose(evidence.parts[1].fit.hessian_KK, x[:, 6:12].T @ x[:, 6:12] / 5, atol=1e-6)
+
+
+def test_a_stream_appears_whole_and_opens_with_the_same_values(tmp_path: Path) -> None:
+    stream = Stream(folder=tmp_path / "s", name="quantized", shape=(2, 3, 4))
+    values = torch.randn(2, 3, 4)
+    stream.create(1).copy_(values)
+    assert not stream.path(1).exists()
+    stream.commit(1, {0: torch.tensor([[1, 2]])})
+    again = Stream(folder=tmp_path / "s", name="quantized", shape=(2, 3, 4))
+    assert torch.equal(again.open(1), values)
+    assert again.side[0].tolist() == [[1, 2]]
+    stream.clear()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_cut_stream_file_is_refused_by_name_and_size(tmp_path: Path) -> None:
+    stream = Stream(folder=tmp_path, name="source", shape=(1, 2, 3))
+    stream.path(0).write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"source\.00000\.bin.*4 bytes.*24 bytes"):
+        stream.open(0)
+
+
+def test_scratch_on_disk_leaves_no_file_behind(tmp_path: Path) -> None:
+    buffer = scratch(tmp_path, (3, 5))
+    buffer += 1
+    assert float(buffer.sum()) == 15
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("text", "count"), [("4GiB", 4 << 30), ("512M", 512 << 20), ("1000", 1000), ("1.5k", 1536)])
+def test_sizes_are_read_in_powers_of_1024(text: str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["lots", "-1G", "0", "4GG"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--max-memory"):
+        parse_bytes(text)
+
+
+def test_settings_refuse_bad_values_by_name() -> None:
+    with pytest.raises(UserError, match="seqlen"):
+        Settings(seqlen=1)
+    with pytest.raises(UserError, match="held_out"):
+        Settings(held_out=0.9)
+    with pytest.raises(UserError, match="--preset"):
+        quant_config("best")
+    with pytest.raises(UserError, match="damp"):
+        quant_config("default", damp=-1.0)
