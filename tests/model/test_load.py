@@ -203,7 +203,7 @@ def without(*endings):
     (lambda t: t | {"model.layers.0.self_attn.q_proj.weight": torch.ones(1)}, "stored twice, packed and plain"),
     (lambda t: {n: v * torch.nan if n.endswith("k_proj.weight_scale") else v for n, v in t.items()}, "is not finite"),
 ])  # fmt: skip
-def test_damaged_exports_are_refused_by_name(q3, tmp_path, edit, message):
+def test_o36_damaged_exports_are_refused_by_name(q3, tmp_path, edit, message):
     with pytest.raises(UserError, match=message):
         load(damaged(q3, tmp_path / "copy", edit))
 
