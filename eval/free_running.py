@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from glm5_quant.eval.critical import CriticalWords
 from glm5_quant.eval.dialogue import Dialogue, Piece, Renderer, Segment
 from glm5_quant.eval.drift import Reader, measure_drift
-from glm5_quant.eval.generate import Answer, answer, stop_tokens
+from glm5_quant.eval.generate import Answer, answer, ending_of
 from glm5_quant.eval.numbers import compare_numbers, find_numbers, same_numbers
-from glm5_quant.eval.prefix import encode
 from glm5_quant.eval.result import FreeRunningResult, Sample
 from glm5_quant.eval.score import Marker
 from glm5_quant.eval.statistics import Estimate, estimate
@@ -30,33 +28,25 @@ class Transcript:
     pieces: list[Piece] = field(default_factory=list)
 
 
-def closing_of(piece: Piece, turn_answer: str, tokenizer: Any) -> tuple[int, ...]:
-    """Ids of what the template puts after an answer's words."""
-    _, found, closing = piece.text.rpartition(turn_answer.strip()) if turn_answer.strip() else ("", "", piece.text)
-    return tuple(encode(tokenizer, closing if found or not turn_answer.strip() else "\n"))
-
-
 def converse(
     reader: Reader, dialogue: Dialogue, renderer: Renderer, *, limit: int | None, max_new_tokens: int
 ) -> Transcript:
     """Let a model answer every user turn greedily. When the context is full (`limit` tokens), the oldest turns are
     dropped until half of it is left, as in the teacher-forced measurement."""
-    tokenizer = renderer.tokenizer
-    pieces = renderer.pieces(dialogue)
+    ending = ending_of(renderer, getattr(reader.runner, "config", None))
+    closing = ending.closing
     made, cache, pending = Transcript(), reader.new_cache(), list[int]()
-    for turn, (asked, said) in enumerate(zip(pieces[::2], pieces[1::2], strict=True)):
-        closing = closing_of(said, dialogue.turns[turn].answer, tokenizer)
-        stops = stop_tokens(tokenizer, getattr(reader.runner, "config", None), closing)
+    for turn, asked in enumerate(renderer.pieces(dialogue)[::2]):
         room = len(asked.ids) + len(pending) + max_new_tokens + len(closing)
         if limit is not None and cache.get_seq_length() + room > limit:
             cache, pending = reader.new_cache(), _recent(made.pieces, renderer, dialogue, limit // 2 - room)
             if not pending:
                 asked = renderer.pieces(dialogue, turn, turn + 1)[0]
-        found = answer(reader, cache, [*pending, *asked.ids], stops, max_new_tokens)
+        found = answer(reader, cache, [*pending, *asked.ids], ending.stops, max_new_tokens)
         # The last token has not been read yet, and closing ids stand in for the stop token: both wait for the next
         # turn.
         pending = [*found.ids[-1:], *closing]
-        text = tokenizer.decode(list(found.ids), skip_special_tokens=False)
+        text = renderer.tokenizer.decode(list(found.ids), skip_special_tokens=False)
         made.answers.append(found)
         made.texts.append(text)
         made.pieces += [asked, Piece(ids=(*found.ids, *closing), text=text, turn=turn, is_answer=True)]

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn
+from glm5_quant.eval.prefix import encode
+
 
 class Stepper(Protocol):
     """What reads tokens on top of a cache: a `Runner`, or a `Reader`."""
@@ -25,15 +28,30 @@ class Answer:
     ended: bool
 
 
-def stop_tokens(tokenizer: Any, config: Any, closing: Sequence[int] = ()) -> frozenset[int]:
-    """Tokens that end an answer: EOS by tokenizer and config, and the first token of what the template closes with."""
-    found: set[int] = set(closing[:1])
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How answers end: tokens that stop one, and the ids a template writes after it."""
+
+    stops: frozenset[int]
+    closing: tuple[int, ...]
+
+
+def ending_of(renderer: Renderer, config: Any = None) -> Ending:
+    """Stop tokens: EOS by tokenizer and config, and what the template writes next after an answer.
+
+    That is its closing mark, or where it has none (GLM) the mark of the next user message.
+    """
+    tokenizer = renderer.tokenizer
+    turns = (Turn(user="a", answer="b"), Turn(user="c", answer="d"))
+    pieces = renderer.pieces(Dialogue(turns=turns))
+    closing = tuple(encode(tokenizer, pieces[1].text.rpartition("b")[2]))
+    found = set(closing[:1] or pieces[2].ids[:1])
     for value in (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)):
         if isinstance(value, int):
             found.add(value)
         elif isinstance(value, list | tuple):
             found.update(value)
-    return frozenset(found)
+    return Ending(stops=frozenset(found), closing=closing)
 
 
 def answer(runner: Stepper, cache: Any, prompt: Sequence[int], stops: frozenset[int], limit: int) -> Answer:

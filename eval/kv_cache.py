@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+HALF_MAX = 65504.0
 INT4_GROUP = 64
 
 
@@ -102,18 +103,23 @@ def pack_fp8(values: Tensor, static_scale: float | None = None) -> Packed:
 
 
 def pack_int4(values: Tensor) -> Packed:
-    """float [B, H, T, D] to codes 0..15 by groups of 64 channels; a last group may be shorter."""
+    """float [B, H, T, D] to codes 0..15 by groups of 64 channels (fewer where the head is smaller), D even.
+
+    Scale and minimum are kept in float16, and codes are chosen for what they round to; a last group may be shorter.
+    """
     wide = values.float()
     width = wide.shape[-1]
-    padded = torch.nn.functional.pad(wide, (0, -width % INT4_GROUP), mode="constant")
+    group = min(INT4_GROUP, width)
+    padded = torch.nn.functional.pad(wide, (0, -width % group), mode="constant")
     if padded.shape[-1] != width:
-        padded[..., width:] = wide[..., -1:]  # neither widens the range of the last group
-    groups = padded.reshape(*padded.shape[:-1], -1, INT4_GROUP)
-    low, high = groups.amin(-1), groups.amax(-1)
-    scale = (high - low) / 15
+        padded[..., width:] = wide[..., -1:]  # repeats a value, so the range of the last group stays its own
+    groups = padded.reshape(*padded.shape[:-1], -1, group)
+    low = groups.amin(-1).clamp(-HALF_MAX, HALF_MAX).half()
+    scale = ((groups.amax(-1) - low.float()) / 15).clamp(0, HALF_MAX).half()
     scale = torch.where(scale > 0, scale, 1.0)
-    codes = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.uint8).flatten(-2)
-    return Packed(codes=codes[..., 0::2] | codes[..., 1::2] << 4, scale=scale, low=low, width=width)
+    codes = ((groups - low.float()[..., None]) / scale.float()[..., None]).round().clamp(0, 15).to(torch.uint8)
+    flat = codes.flatten(-2)
+    return Packed(codes=flat[..., 0::2] | flat[..., 1::2] << 4, scale=scale, low=low, width=width)
 
 
 def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -121,8 +127,8 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
     if packed.low is None:
         return (packed.codes.float() * packed.scale).to(dtype)
     codes = torch.stack([packed.codes & 15, packed.codes >> 4], dim=-1)
-    groups = codes.reshape(*packed.scale.shape, INT4_GROUP)
-    wide = groups.float() * packed.scale[..., None] + packed.low[..., None]
+    groups = codes.reshape(*packed.scale.shape, -1)
+    wide = groups.float() * packed.scale.float()[..., None] + packed.low.float()[..., None]
     return wide.flatten(-2)[..., : packed.width].to(dtype)
 
 

@@ -98,15 +98,22 @@ class RoutingWatch:
 
     def source_ran(self) -> None:
         """To be called after the source read a batch."""
-        self.last = self.source.take()
+        self.last = self._take(self.source)
 
     def export_ran(self, index: int, mask: Tensor | None) -> None:
         """To be called after export `index` read the same batch; mask int64 [B, T] marks real tokens."""
-        found = self.exports[index].take()
+        found = self._take(self.exports[index])
         if self.last and found:
             tokens = len(next(iter(self.last.values())))
             real = torch.ones(tokens, dtype=torch.bool) if mask is None else mask.reshape(-1).bool()
             self.drifts[index].add(self.last, found, self.source.experts, real)
+
+    def _take(self, recorder: RoutingRecorder) -> dict[int, Tensor]:
+        found = recorder.take()
+        # One model may be given twice; what its other recorders saw of this run is not theirs.
+        for other in (self.source, *self.exports):
+            other.seen = {}
+        return found
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -15,8 +15,7 @@ import numpy as np
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn
 from glm5_quant.eval.dialogue_part import cache_for
 from glm5_quant.eval.drift import Reader
-from glm5_quant.eval.free_running import closing_of
-from glm5_quant.eval.generate import answer, stop_tokens
+from glm5_quant.eval.generate import answer, ending_of
 from glm5_quant.eval.numbers import Number, compare_numbers, find_numbers
 from glm5_quant.eval.result import TaskResult
 from glm5_quant.eval.session import Session
@@ -81,14 +80,11 @@ def final_number(text: str) -> Number | None:
 
 def solve(reader: Reader, problems: Sequence[Problem], renderer: Renderer, limit: int) -> list[Number | None]:
     """A model's answers, each problem by itself."""
+    ending = ending_of(renderer, getattr(reader.runner, "config", None))
     answers = []
     for problem in problems:
-        dialogue = Dialogue(turns=(Turn(user=problem.question, answer="0"),))
-        asked, said = renderer.pieces(dialogue)
-        stops = stop_tokens(
-            renderer.tokenizer, getattr(reader.runner, "config", None), closing_of(said, "0", renderer.tokenizer)
-        )
-        found = answer(reader, reader.new_cache(), asked.ids, stops, limit)
+        asked = renderer.pieces(Dialogue(turns=(Turn(user=problem.question, answer="0"),)))[0]
+        found = answer(reader, reader.new_cache(), asked.ids, ending.stops, limit)
         answers.append(final_number(renderer.tokenizer.decode(list(found.ids), skip_special_tokens=True)))
     return answers
 

@@ -1,0 +1,168 @@
+"""Planted faults on a tiny GLM-4.5-type model are found and named; a clean copy shows no drift."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_models import byte_tokenizer, tiny_glm
+
+from glm5_quant.eval import evaluate, to_html, to_json, to_table
+from glm5_quant.eval.kv_cache import CacheSpec, cache_use, new_cache
+from glm5_quant.eval.model_parts import decoder_layers, experts_of, router_name
+from glm5_quant.eval.routing import routing_trace
+from glm5_quant.model.loading import load
+from glm5_quant.model.texts import load_tokenizer
+
+TEXTS = [f"Account {i}: the balance is {1234 + 97 * i} and the rate {i}.{i}5%, approved." for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny_glm(tmp_path_factory.mktemp("glm"), num_hidden_layers=3)
+    byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path) -> Any:
+    return load(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return load_tokenizer(folder)
+
+
+def broken(source: Any, change: Any) -> Any:
+    model = copy.deepcopy(source)
+    with torch.no_grad():
+        change(model)
+    return model
+
+
+def findings(source: Any, export: Any, tokenizer: Any) -> list[tuple[str, str]]:
+    result = evaluate(source, [export], TEXTS, tokenizer=tokenizer, window=64, draws=100)
+    assert result.exports[0].status == "ok"
+    return [(found.kind, found.where) for found in result.exports[0].findings]
+
+
+def test_an_expert_with_its_scales_times_four_is_named(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        experts_of(decoder_layers(model)[2]).down_proj[1] *= 4
+
+    assert ("expert", "layer 2 expert 1") in findings(source, broken(source, change), tokenizer)
+
+
+def test_a_router_bias_rounded_to_bfloat16_is_named(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        gate = decoder_layers(model)[1].mlp.gate
+        gate.e_score_correction_bias.copy_(gate.e_score_correction_bias.bfloat16().float())
+
+    found = evaluate(source, [broken(source, change)], TEXTS, tokenizer=tokenizer, window=64, draws=100)
+    assert [(f.kind, f.where) for f in found.exports[0].findings] == [("router", "layer 1")]
+    assert "rounded to bfloat16" in to_table(found)
+
+
+def test_a_swapped_digit_row_of_the_head_is_named(source: Any, tokenizer: Any) -> None:
+    three, seven = (tokenizer.encode(digit, add_special_tokens=False)[0] for digit in "37")
+
+    def change(model: Any) -> None:
+        rows = model.lm_head.weight
+        rows[three], rows[seven] = rows[seven].clone(), rows[three].clone()
+
+    found = evaluate(source, [broken(source, change)], TEXTS, tokenizer=tokenizer, window=64, draws=100).exports[0]
+    assert [(f.kind, f.where) for f in found.findings] == [("head", f"rows {sorted([three, seven])}")]
+    assert "'3', '7'" in found.findings[0].message
+    numeric, whole = found.slice("numeric"), found.slice("all")
+    assert numeric.perplexity_ratio.value != 1
+    assert whole.kl.value > 0
+
+
+def test_a_broken_attention_is_named_by_layer(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        decoder_layers(model)[0].self_attn.o_proj.weight.mul_(-1)
+
+    assert findings(source, broken(source, change), tokenizer) == [("layer", "layer 0")]
+
+
+def test_a_kv_scale_wrong_in_one_layer_is_named(source: Any, tokenizer: Any) -> None:
+    ids = torch.tensor([tokenizer.encode(" ".join(TEXTS))])
+    from glm5_quant.eval.findings import cache_findings
+
+    def read(wrong: float) -> list[str]:
+        scales = {0: (0.01, 0.01), 1: (0.01 * wrong, 0.01), 2: (0.01, 0.01)}
+        cache = new_cache(source.config, CacheSpec(kind="fp8", static_scales=scales))
+        with torch.inference_mode():
+            for part in ids.split(64, dim=1):
+                source(input_ids=part, cache=cache, use_cache=True)
+        use = cache_use(cache)
+        return [found.message.split(" lost")[0] for found in cache_findings(use.key_error, use.value_error)]
+
+    assert read(1.0) == []
+    assert read(1e-4) == ["KV cache, layer 1: keys"]
+
+
+def test_a_clean_copy_shows_no_drift_and_nothing_to_act_on(source: Any, tokenizer: Any) -> None:
+    result = evaluate(
+        source, [copy.deepcopy(source)], TEXTS, tokenizer=tokenizer, window=64, gates="kl<1e-9,flips<1e-9"
+    )
+    export = result.exports[0]
+    assert export.findings == ()
+    assert export.slice("all").kl.value == 0
+    assert export.equivalence.verdict == "equivalent"
+    assert (export.equivalence.low, export.equivalence.high) == (0, 0)
+    assert all(layer.routing_changed in (0, None) and layer.local_error == 0 for layer in export.layers)
+    assert result.gates_passed
+    assert result.noise_kl is not None and 0 <= abs(result.noise_kl) < 1e-6
+
+
+def test_rerouted_tokens_are_counted_by_layer(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        decoder_layers(model)[2].mlp.gate.e_score_correction_bias[0] = -10.0
+
+    export = evaluate(source, [broken(source, change)], TEXTS, tokenizer=tokenizer, window=64, draws=50).exports[0]
+    layers = {layer.layer: layer for layer in export.layers}
+    assert layers[0].routing_changed is None and layers[1].routing_changed == 0
+    assert layers[2].load[0] == 0
+    # Two of four experts are taken, so the share of tokens that had expert 0 is twice its load.
+    assert layers[2].routing_changed == pytest.approx(2 * layers[2].source_load[0], abs=1e-4)
+    assert sum(layers[2].source_load) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_trace_shows_what_each_token_was_routed_to(source: Any, tokenizer: Any) -> None:
+    trace = routing_trace(source, tokenizer, "rate 5%")
+    assert "".join(trace["tokens"]).endswith("rate 5%")
+    assert sorted(trace["layers"]) == ["1", "2"]
+    layer = trace["layers"]["1"]
+    assert len(layer["experts"]) == len(trace["tokens"]) and len(layer["experts"][0]) == 2
+    assert all(sum(weights) == pytest.approx(sum(layer["weights"][0]), rel=1e-3) for weights in layer["weights"])
+    json.dumps(trace)
+
+
+def test_routers_of_dense_layers_are_none(source: Any) -> None:
+    assert router_name(decoder_layers(source)[0]) is None
+    assert router_name(decoder_layers(source)[1]) == "mlp.gate"
+
+
+def test_a_rotated_stream_is_not_compared_part_by_part_but_said_to_be(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        model.model.embed_tokens.weight.copy_(model.model.embed_tokens.weight.flip(1))
+
+    result = evaluate(source, [broken(source, change)], TEXTS[:3], tokenizer=tokenizer, window=64, draws=50)
+    assert any("rotated" in note for note in result.notes)
+    assert result.exports[0].findings == ()
+
+
+def test_a_folder_that_gives_nan_is_invalid_in_every_report(folder: Path, source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        decoder_layers(model)[1].self_attn.o_proj.weight[0, 0] = float("nan")
+
+    result = evaluate(folder, [broken(source, change)], TEXTS, names=["patched"], window=64, gates="kl<9")
+    assert (result.status, result.gates_passed) == ("invalid", False)
+    assert json.loads(to_json(result))["exports"][0]["invalid"]["position"] == result.exports[0].invalid.position
+    assert "Invalid" in to_html(result)
