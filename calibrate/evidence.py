@@ -43,15 +43,17 @@ class Evidence:
     held_from: int
 
     @classmethod
-    def empty(cls, k: int, *, held_from: int, cross: bool, device: str) -> Evidence:
-        """Moments of nothing. `cross` follows the source stream beside the quantized one."""
+    def empty(
+        cls, k: int, *, held_from: int, gap: bool, device: str, product_dtype: torch.dtype = torch.float32
+    ) -> Evidence:
+        """Moments of nothing. `gap` follows the source stream beside the quantized one."""
         step = k if k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         return cls(
             [
                 Part(
                     slice(start, min(start + step, k)),
-                    Moments.empty(min(step, k - start), cross=cross, device=device),
-                    Moments.empty(min(step, k - start), cross=cross, device=device),
+                    Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
+                    Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
                 )
                 for start in range(0, k, step)
             ],
@@ -73,9 +75,9 @@ class Evidence:
             for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
                 if rows.stop == rows.start:
                     continue
-                cross = moments.cross_sum_KK is not None and source_TK is not None
+                gap = moments.gap_sum_KK is not None and source_TK is not None
                 moments.add(
                     x_TK[rows, part.columns],
                     None if weight_T is None else weight_T[rows],
-                    source_TK[rows, part.columns] if cross and source_TK is not None else None,
+                    source_TK[rows, part.columns] if gap and source_TK is not None else None,
                 )

@@ -70,7 +70,13 @@ class Context:
         return bool(self.settings.quant.alphas)
 
     def evidence(self, k: int) -> Evidence:
-        return Evidence.empty(k, held_from=self.held_from, cross=self.two_streams, device=self.settings.device)
+        return Evidence.empty(
+            k,
+            held_from=self.held_from,
+            gap=self.two_streams,
+            device=self.settings.device,
+            product_dtype=self.dtype,
+        )
 
     def layer_kwargs(self, layer: int, windows: int) -> dict[str, Any]:
         """What the model's own forward hands to this layer for a batch of so many windows: masks, rotary angles."""

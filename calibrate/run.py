@@ -134,7 +134,7 @@ class _Run:
             ids_WT=ids_WT,
             chunks=plan.chunks(len(ids_WT)),
             scale_dtype=checkpoint.dtype,
-            dtype=torch.float32,
+            dtype=product_dtype(checkpoint.dtype, settings.device),
             chunk_tokens=plan.chunk_tokens,
             keep_bytes=plan.keep_bytes,
             activation=activation(checkpoint),
@@ -211,6 +211,17 @@ def save_layer(path: Path, tensors: dict[str, Tensor]) -> None:
 def peak_memory_bytes() -> int:
     """The largest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def product_dtype(source: torch.dtype, device: str) -> torch.dtype:
+    """The dtype of matrix products with weights: the source's 16 bits where they are fast, else float32.
+
+    bfloat16 doubles the speed on CPUs that have it in hardware; its rounding (0.2%) is far below that of INT4.
+    """
+    if device != "cpu":
+        return source
+    fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+    return torch.bfloat16 if source == torch.bfloat16 and fast else torch.float32
 
 
 def activation(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:

@@ -127,10 +127,10 @@ def packed_tensors(
 def _target(weight_NK: Tensor, fit: Moments, held: Moments, config: QuantConfig) -> Target:
     """The damped target, its strength judged on held-out tokens; the weight itself where that cannot be judged."""
     enough = fit.n_eff >= MIN_TOKENS_PER_CHANNEL * weight_NK.shape[1]
-    if not config.alphas or not enough or fit.cross_KK is None or held.cross_KK is None or not held.tokens:
+    if not config.alphas or not enough or fit.gap_KK is None or held.gap_KK is None or not held.tokens:
         return Target(weight_NK=weight_NK)
-    direction = target_direction(weight_NK, fit.hessian_KK, fit.cross_KK, config.target_delta)
-    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.cross_KK, config.alphas, fit.n_eff)
+    direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta)
+    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff)
     return Target(weight_NK=weight_NK + alpha * direction, alpha=alpha)
 
 
@@ -151,9 +151,8 @@ def _judge(
     if held.tokens:
         held_size = _size(weight_NK, held.hessian_KK)
         held_wrong = _size(error_NK, held.hessian_KK)
-        if held.cross_KK is not None:
-            drift = weight_NK @ (held.hessian_KK - held.cross_KK)
-            held_wrong += 2 * float((error_NK * drift).sum(dtype=torch.float64))
+        if held.gap_KK is not None:
+            held_wrong -= 2 * float((error_NK * (weight_NK @ held.gap_KK)).sum(dtype=torch.float64))
     return Judged(
         size=_size(weight_NK, hessian),
         wrong=_size(error_NK, hessian),

@@ -1,7 +1,7 @@
 """The target W* that makes up for the difference between the source and the quantized stream (EAMPQ step 4).
 
-Dimensions: N out, K in. x source stream, x~ quantized stream, H = mean x~ x~^T, C = mean x x~^T.
-W C (H + delta I)^-1 would be ridge regression of the source's outputs on the inputs the layer will really see. Full
+Dimensions: N out, K in. x source stream, x~ quantized stream, H = mean x~ x~^T, G = mean (x - x~) x~^T.
+W + W G (H + delta I)^-1 would be ridge regression of the source's outputs on the inputs the layer will really see. Full
 strength overfits (the family of GPTAQ, QEP, Qronos), so only alpha of the way is gone, alpha by held-out error.
 """
 
@@ -17,16 +17,16 @@ from glm5_quant.quant.cholesky import cholesky
 MIN_TOKENS_PER_CHANNEL = 4
 
 
-def target_direction(weight_NK: Tensor, hessian_KK: Tensor, cross_KK: Tensor, delta: float = 0.1) -> Tensor:
-    """D = W (C - H)(H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
+def target_direction(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delta: float = 0.1) -> Tensor:
+    """D = W G (H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
 
     Matrices that share their moments (q/k/v, gate/up) are best stacked along N: the factor is then made once.
     Raises ValueError for shapes that do not fit.
     """
     n, k = weight_NK.shape[-2:]
-    if k != hessian_KK.shape[-1] or cross_KK.shape != hessian_KK.shape:
-        raise ValueError(f"weight has {k} columns, the moments {hessian_KK.shape[-1]} and {cross_KK.shape[-1]}")
-    weight, gap_KK = weight_NK.float(), (cross_KK - hessian_KK).float()
+    if k != hessian_KK.shape[-1] or gap_KK.shape != hessian_KK.shape:
+        raise ValueError(f"weight has {k} columns, the moments {hessian_KK.shape[-1]} and {gap_KK.shape[-1]}")
+    weight, gap_KK = weight_NK.float(), gap_KK.float()
     factor_KK = _ridge_factor(hessian_KK.float(), delta)
     # Solve for the smaller of the two right sides.
     if n < k:
@@ -46,18 +46,18 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
         delta = max(10.0 * delta, 1e-6)
 
 
-def damped_target(weight_NK: Tensor, hessian_KK: Tensor, cross_KK: Tensor, alpha: float, delta: float = 0.1) -> Tensor:
-    """W* = W + alpha W (C - H)(H + delta mean(diag H) I)^-1, float32 [N, K]; alpha 0 returns W."""
+def damped_target(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, alpha: float, delta: float = 0.1) -> Tensor:
+    """W* = W + alpha W G (H + delta mean(diag H) I)^-1, float32 [N, K]; alpha 0 returns W."""
     if alpha == 0:
         return weight_NK.float()
-    return weight_NK.float() + alpha * target_direction(weight_NK, hessian_KK, cross_KK, delta)
+    return weight_NK.float() + alpha * target_direction(weight_NK, hessian_KK, gap_KK, delta)
 
 
 def choose_alpha(
     weight_NK: Tensor,
     direction_NK: Tensor,
     held_hessian_KK: Tensor,
-    held_cross_KK: Tensor,
+    held_gap_KK: Tensor,
     alphas: Sequence[float],
     n_eff: float,
 ) -> float:
@@ -69,6 +69,6 @@ def choose_alpha(
     if not alphas or n_eff < MIN_TOKENS_PER_CHANNEL * weight_NK.shape[-1]:
         return 0.0
     weight = weight_NK.float()
-    linear = float((direction_NK * (weight @ (held_hessian_KK - held_cross_KK))).sum(dtype=torch.float64))
+    linear = float((direction_NK * (weight @ held_gap_KK)).sum(dtype=torch.float64))
     square = float((direction_NK * (direction_NK @ held_hessian_KK)).sum(dtype=torch.float64))
-    return min(sorted({0.0, *alphas}), key=lambda alpha: 2.0 * alpha * linear + alpha * alpha * square)
+    return min(sorted({0.0, *alphas}), key=lambda alpha: alpha * alpha * square - 2.0 * alpha * linear)

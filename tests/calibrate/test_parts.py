@@ -106,7 +106,7 @@ def test_coverage_counts_unseen_and_thin_experts_over_all_layers() -> None:
 
 def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     x, source = torch.randn(10, 4), torch.randn(10, 4)
-    evidence = Evidence.empty(4, held_from=6, cross=True, device="cpu")
+    evidence = Evidence.empty(4, held_from=6, gap=True, device="cpu")
     evidence.add(x[:8], source[:8], 0)
     evidence.add(x[8:], source[8:], torch.tensor([8, 9]))
     (part,) = evidence.parts
@@ -114,14 +114,14 @@ def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     assert torch.allclose(part.held.hessian_KK, x[6:].T @ x[6:] / 4, atol=1e-6)
     total = part.total()
     assert torch.allclose(total.hessian_KK, x.T @ x / 10, atol=1e-6)
-    assert total.cross_KK is not None
-    assert torch.allclose(total.cross_KK, source.T @ x / 10, atol=1e-6)
+    assert total.gap_KK is not None
+    assert torch.allclose(total.gap_KK, (source - x).T @ x / 10, atol=1e-6)
 
 
 def test_very_wide_inputs_are_kept_as_blocks_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 8)
     monkeypatch.setattr("glm5_quant.calibrate.evidence.HESSIAN_BLOCK", 6)
-    evidence = Evidence.empty(16, held_from=100, cross=False, device="cpu")
+    evidence = Evidence.empty(16, held_from=100, gap=False, device="cpu")
     x = torch.randn(5, 16)
     evidence.add(x, None, 0)
     assert [part.columns for part in evidence.parts] == [slice(0, 6), slice(6, 12), slice(12, 16)]

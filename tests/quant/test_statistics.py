@@ -13,19 +13,30 @@ from glm5_quant.quant.statistics import Moments, pool, shrink, shrinkage
 @pytest.mark.parametrize(("tokens", "k"), [(1, 5), (700, 200), (2500, 431)])
 def test_moments_are_the_weighted_means_of_outer_products(tokens: int, k: int) -> None:
     x, source, weight = layer_inputs(tokens, k), layer_inputs(tokens, k, seed=1), gaussian(tokens).abs()
-    moments = Moments.empty(k, cross=True)
+    moments = Moments.empty(k, gap=True)
     for part in (slice(0, 400), slice(400, None)):
         moments.add(x[part], weight[part], source[part])
     w = weight.double()
     h = (x.double() * w[:, None]).T @ x.double() / w.sum()
-    c = (source.double() * w[:, None]).T @ x.double() / w.sum()
+    c = ((source.double() - x.double()) * w[:, None]).T @ x.double() / w.sum()
     scale = float(h.diagonal().mean())
     assert float((moments.hessian_KK.double() - h).abs().max()) < 1e-5 * scale * 10
-    assert moments.cross_KK is not None
-    assert float((moments.cross_KK.double() - c).abs().max()) < 1e-5 * scale * 10
+    assert moments.gap_KK is not None
+    assert float((moments.gap_KK.double() - c).abs().max()) < 1e-5 * scale * 10
     assert torch.equal(moments.hessian_KK, moments.hessian_KK.T)
     assert moments.n_eff == pytest.approx(float(w.sum() ** 2 / w.square().sum()), rel=1e-6)
     assert moments.tokens == tokens
+
+
+def test_bfloat16_products_change_the_gap_by_less_than_a_hundredth() -> None:
+    x, source = layer_inputs(5000, 48), layer_inputs(5000, 48) + 0.1 * layer_inputs(5000, 48, seed=1)
+    gaps = []
+    for dtype in (torch.float32, torch.bfloat16):
+        moments = Moments.empty(48, gap=True, product_dtype=dtype)
+        moments.add(x, None, source)
+        assert moments.gap_KK is not None
+        gaps.append(moments.gap_KK)
+    assert float((gaps[1] - gaps[0]).norm() / gaps[0].norm()) < 0.01
 
 
 def test_without_weights_every_token_counts_once() -> None:
@@ -34,7 +45,7 @@ def test_without_weights_every_token_counts_once() -> None:
     moments.add(x)
     torch.testing.assert_close(moments.hessian_KK, x.T @ x / 50)
     assert moments.n_eff == 50
-    assert moments.cross_KK is None
+    assert moments.gap_KK is None
 
 
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
@@ -52,7 +63,7 @@ def test_two_equal_weights_and_one_of_zero_are_two_effective_tokens() -> None:
 
 
 def test_nothing_seen_is_zero_tokens_and_a_zero_h() -> None:
-    moments = Moments.empty(4, cross=True)
+    moments = Moments.empty(4, gap=True)
     moments.add(torch.empty(0, 4), torch.empty(0), torch.empty(0, 4))
     assert moments.n_eff == 0.0
     assert torch.equal(moments.hessian_KK, torch.zeros(4, 4))
@@ -64,20 +75,20 @@ def test_moments_do_not_depend_on_the_number_of_threads() -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            moments = Moments.empty(448, cross=True)
+            moments = Moments.empty(448, gap=True)
             moments.add(x, None, x)
         finally:
             torch.set_num_threads(1)
         sums.append(moments)
     assert torch.equal(sums[0].sum_KK, sums[1].sum_KK)
-    assert torch.equal(sums[0].cross_sum_KK, sums[1].cross_sum_KK)
+    assert torch.equal(sums[0].gap_sum_KK, sums[1].gap_sum_KK)
 
 
 def test_inputs_of_the_wrong_width_or_without_their_source_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(3, 5\), expected \[T, 4\]"):
         Moments.empty(4).add(torch.ones(3, 5))
     with pytest.raises(ValueError, match="source_TK"):
-        Moments.empty(4, cross=True).add(torch.ones(3, 4))
+        Moments.empty(4, gap=True).add(torch.ones(3, 4))
 
 
 def test_pooling_mixes_by_effective_tokens() -> None:

@@ -17,29 +17,31 @@ def streams(tokens: int, k: int, noise: float, seed: int = 0) -> tuple[torch.Ten
 
 def moments(tokens: int, k: int, noise: float, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     source, x = streams(tokens, k, noise, seed)
-    return moments_of(x), source.T @ x / tokens
+    return moments_of(x), (source - x).T @ x / tokens
 
 
 def test_full_strength_is_ridge_regression_of_source_outputs_on_quantized_inputs() -> None:
     weight, (source, x) = gaussian(6, 20), streams(400, 20, 0.3)
-    h, c = x.T @ x / 400, source.T @ x / 400
+    h, g = x.T @ x / 400, (source - x).T @ x / 400
     delta = 0.1 * float(h.diagonal().mean())
     wanted = (
-        weight.double() @ (c.double() + delta * torch.eye(20)) @ torch.linalg.inv(h.double() + delta * torch.eye(20))
+        weight.double()
+        @ (h.double() + g.double() + delta * torch.eye(20))
+        @ torch.linalg.inv(h.double() + delta * torch.eye(20))
     )
-    torch.testing.assert_close(damped_target(weight, h, c, 1.0).double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(damped_target(weight, h, g, 1.0).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_strength_is_linear_and_0_is_the_weight_itself() -> None:
-    weight, (h, c) = gaussian(6, 20), moments(400, 20, 0.3)
-    full = damped_target(weight, h, c, 1.0)
-    torch.testing.assert_close(damped_target(weight, h, c, 0.5), (weight + full) / 2)
-    assert torch.equal(damped_target(weight, h, c, 0.0), weight)
+    weight, (h, g) = gaussian(6, 20), moments(400, 20, 0.3)
+    full = damped_target(weight, h, g, 1.0)
+    torch.testing.assert_close(damped_target(weight, h, g, 0.5), (weight + full) / 2)
+    assert torch.equal(damped_target(weight, h, g, 0.0), weight)
 
 
 def test_equal_streams_leave_nothing_to_correct() -> None:
     weight, h = gaussian(6, 20), moments_of(layer_inputs(400, 20))
-    assert float(target_direction(weight, h, h).abs().max()) == 0.0
+    assert float(target_direction(weight, h, torch.zeros_like(h)).abs().max()) == 0.0
 
 
 def test_the_chosen_strength_has_the_least_held_out_error_of_all_candidates() -> None:
@@ -50,21 +52,21 @@ def test_the_chosen_strength_has_the_least_held_out_error_of_all_candidates() ->
         errors = {
             a: float((source @ weight.T - x @ (weight + a * direction).T).double().square().sum()) for a in alphas
         }
-        chosen = choose_alpha(weight, direction, moments_of(x), source.T @ x / 900, alphas, n_eff=170)
+        chosen = choose_alpha(weight, direction, moments_of(x), (source - x).T @ x / 900, alphas, n_eff=170)
         assert chosen == min(errors, key=lambda a: errors[a])
 
 
 def test_a_direction_that_hurts_held_out_tokens_is_not_taken() -> None:
-    weight, (h, c) = gaussian(6, 20), moments(400, 20, 0.3)
-    assert choose_alpha(weight, -target_direction(weight, h, c), h, c, (0.25, 1.0), n_eff=400) == 0.0
+    weight, (h, g) = gaussian(6, 20), moments(400, 20, 0.3)
+    assert choose_alpha(weight, -target_direction(weight, h, g), h, g, (0.25, 1.0), n_eff=400) == 0.0
 
 
 def test_fewer_than_four_tokens_a_channel_or_no_candidates_switch_it_off() -> None:
-    weight, (h, c) = gaussian(6, 20), moments(400, 20, 0.3)
-    direction = target_direction(weight, h, c)
-    assert choose_alpha(weight, direction, h, c, (0.0, 1.0), n_eff=80) == 1.0
-    assert choose_alpha(weight, direction, h, c, (0.0, 1.0), n_eff=79) == 0.0
-    assert choose_alpha(weight, direction, h, c, (), n_eff=400) == 0.0
+    weight, (h, g) = gaussian(6, 20), moments(400, 20, 0.3)
+    direction = target_direction(weight, h, g)
+    assert choose_alpha(weight, direction, h, g, (0.0, 1.0), n_eff=80) == 1.0
+    assert choose_alpha(weight, direction, h, g, (0.0, 1.0), n_eff=79) == 0.0
+    assert choose_alpha(weight, direction, h, g, (), n_eff=400) == 0.0
 
 
 def test_zero_and_indefinite_moments_give_finite_targets() -> None:
