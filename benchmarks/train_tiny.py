@@ -14,8 +14,10 @@ import argparse
 import csv
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,18 +57,19 @@ def parse_phases(text: str) -> list[Phase]:
     return phases
 
 
-def tiny_config(vocab_size: int) -> Glm5RefConfig:
+TINY_SHAPE: Mapping[str, Any] = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "gqa_group_size": [4, 2, 1],
+}
+
+
+def tiny_config(vocab_size: int, shape: Mapping[str, Any]) -> Glm5RefConfig:
     """The shape of glm5-tiny: every matrix width a multiple of 64."""
-    return Glm5RefConfig(
-        vocab_size=-(-vocab_size // 64) * 64,
-        hidden_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        head_dim=64,
-        gqa_group_size=[4, 2, 1],
-        dtype="bfloat16",
-    )
+    return Glm5RefConfig(vocab_size=-(-vocab_size // 64) * 64, dtype="bfloat16", **shape)
 
 
 def assistant_mask(ids_BT: Tensor, user: int, assistant: int) -> Tensor:
@@ -188,14 +191,14 @@ def lr_scale(step: int, total: int, decay: int) -> float:
 class Run:
     """One training run: model, optimizer, data and the step reached."""
 
-    def __init__(self, output: Path, seed: int) -> None:
+    def __init__(self, output: Path, seed: int, shape: Mapping[str, Any] | None = None) -> None:
         self.output = output
         output.mkdir(parents=True, exist_ok=True)
         if not (output / "tokenizer.json").exists():
             tiny_tokenizer.save(output, tiny_tokenizer.train())
         self.tokenizer = AutoTokenizer.from_pretrained(output)
         torch.manual_seed(seed)
-        self.model = Glm5RefForCausalLM(tiny_config(len(self.tokenizer)))
+        self.model = Glm5RefForCausalLM(tiny_config(len(self.tokenizer), shape or TINY_SHAPE))
         self.optimizer = Optimizer(self.model)  # masters keep the float32 start
         self.model.bfloat16().train()
         self.data = Data(self.tokenizer, seed)
