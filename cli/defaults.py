@@ -34,6 +34,11 @@ def packaged_model() -> str:
     return str(folder)
 
 
+def needed_data(source: str | None) -> str | None:
+    """`--dataset` as the next command needs it: a placeholder for a model of the user's own."""
+    return None if source is None or is_packaged(source) else "TEXT.jsonl"
+
+
 def calibration_data(model: str | None, work_dir: str) -> str:
     """The packaged calibration dialogues, written to the work folder. Only for the packaged model.
 

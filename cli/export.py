@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import calibration_folder, export_folder, source_of_work, unless_default
+from glm5_quant.cli.defaults import calibration_folder, export_folder, needed_data, source_of_work, unless_default
 from glm5_quant.cli.failures import guarded
 from glm5_quant.cli.progress import ByteProgress
 from glm5_quant.cli.terminal import facts, human_bytes, json_text, say, say_next, warn
@@ -54,7 +54,7 @@ def export(
         )
     show_report(report, json)
     say_next("verify", output_dir, work_dir=unless_default(work_dir) if output_dir is None else None)
-    say_next("eval", quantized=output_dir, work_dir=unless_default(work_dir))
+    say_next("eval", quantized=output_dir, dataset=needed_data(source), work_dir=unless_default(work_dir))
 
 
 def _is_own(folder: str) -> bool:

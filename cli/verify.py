@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import calibration_folder, existing_export, unless_default
+from glm5_quant.cli.defaults import calibration_folder, existing_export, needed_data, unless_default
 from glm5_quant.cli.failures import FAILED, guarded
 from glm5_quant.cli.terminal import facts, human_bytes, json_text, say, say_next, table, warn
 
@@ -41,7 +41,7 @@ def verify(
     show_report(report, json)
     if not report.ok:
         return FAILED
-    say_next("eval", quantized=folder, model=model, work_dir=unless_default(work_dir))
+    say_next("eval", quantized=folder, model=model, dataset=needed_data(source), work_dir=unless_default(work_dir))
     return 0
 
 

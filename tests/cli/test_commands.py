@@ -81,7 +81,7 @@ def test_plan_and_dry_run_say_what_it_would_cost_and_write_nothing(
     done = _run(*command, "--model", str(model), "--work-dir", str(folder))
     assert done.exit_code == 0
     assert "peak" in done.stdout
-    assert f"Next: glm5-quant calibrate --model {model} --work-dir {folder}" in done.stderr
+    assert f"Next: glm5-quant calibrate --model {model} --dataset TEXT.jsonl --work-dir {folder}" in done.stderr
     assert not folder.exists()
 
 
@@ -108,7 +108,7 @@ def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: P
     assert "of MTP layers" in done.stdout
     assert done.stderr.splitlines()[-2:] == [
         f"Next: glm5-quant verify {target}",
-        f"Next: glm5-quant eval --quantized {target} --work-dir {work}",
+        f"Next: glm5-quant eval --quantized {target} --dataset TEXT.jsonl --work-dir {work}",
     ]
     again = _run("export", "--work-dir", str(work), "--output-dir", str(target))
     assert again.exit_code == 1
