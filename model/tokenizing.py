@@ -28,18 +28,24 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise UserError("no such folder", file=path, expected="a model folder with a tokenizer")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError("no tokenizer in this folder", file=path, expected=" or ".join(_TOKENIZER_FILES))
-    quiet: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, **quiet)
+        return _quiet(transformers.AutoTokenizer.from_pretrained(path, **safe))
     except Exception as error:
         first = error
     if (path / "tokenizer.json").is_file():
         try:
-            return transformers.PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            return _quiet(transformers.PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
         except Exception as error:
             first = error
     found = f"{type(first).__name__}: {(str(first).strip().splitlines() or [''])[0]}"
     raise UserError("the tokenizer cannot be loaded", file=path, found=found) from first
+
+
+def _quiet(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Whole documents are tokenized and then cut into windows: that they exceed the model's length is no news."""
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -50,6 +56,14 @@ def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
         if full[start : start + len(bare)] == bare:
             return list(full[:start]), list(full[start + len(bare) :])
     return [], []
+
+
+def decoded_vocabulary(tokenizer: Any) -> dict[int, str]:
+    """Text of every vocabulary id but the special ones, decoded alone."""
+    special = set(tokenizer.all_special_ids)
+    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    texts = tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
+    return dict(zip(ids, texts, strict=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, document: Text) -> list[int]:

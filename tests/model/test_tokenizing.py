@@ -83,6 +83,12 @@ def test_an_unknown_model_type_is_served_by_its_tokenizer_file(tmp_path: Path) -
     assert load_tokenizer(folder)("a b")["input_ids"] == [4, 5]
 
 
+def test_a_document_longer_than_the_model_raises_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, model_max_length=4))
+    assert len(tokenizer.encode("a b " * 10)) == 20
+    assert caplog.text == ""
+
+
 def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     folder = save_tokenizer(tmp_path / "model", tokenizer_class="Mine", auto_map={"AutoTokenizer": [None, "mine.Mine"]})
