@@ -41,7 +41,9 @@ from glm5_quant.model.journal import (
     write_record,
 )
 from glm5_quant.model.layers import LayerRunner
-from glm5_quant.model.texts import load_tokenizer, read_texts
+from glm5_quant.model.texts import read_texts
+from glm5_quant.model.tokenizing import decoded_vocabulary, load_tokenizer
+from glm5_quant.quant.numeric import numeric_positions, numeric_token_ids
 
 
 class StoppedSafely(Exception):
@@ -92,6 +94,8 @@ def calibrate(
     """
     started = time.monotonic()
     settings = settings or Settings()
+    if settings.quant.rotation == "folded":
+        raise UserError("folded rotation is not offered", item="--rotation", expected="none or full")
     checkpoint = open_checkpoint(model)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
@@ -138,6 +142,7 @@ class _Run:
             chunk_tokens=plan.chunk_tokens,
             keep_bytes=plan.keep_bytes,
             activation=activation(checkpoint),
+            token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
             scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
         )
         names = NAMES if self.context.two_streams else NAMES[1:]
@@ -231,6 +236,14 @@ def activation(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
     name = str(getattr(model_config(checkpoint.config, file=checkpoint.config_file), "hidden_act", "silu"))
     found: Callable[[Tensor], Tensor] = ACT2FN[name]
     return found
+
+
+def token_weight(checkpoint: Checkpoint, ids_WT: Tensor, numeric_weight: float) -> Tensor | None:
+    """float32 [T]: 1 + numeric_weight for tokens that are numeric or come before one, else 1; None where that is 0."""
+    if not numeric_weight:
+        return None
+    numeric = numeric_token_ids(decoded_vocabulary(load_tokenizer(checkpoint.folder)))
+    return 1.0 + numeric_weight * numeric_positions(ids_WT, numeric).reshape(-1).float()
 
 
 def _read_data(checkpoint: Checkpoint, dataset: str | Path, settings: Settings) -> Packed:

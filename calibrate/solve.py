@@ -19,6 +19,7 @@ from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import pack_codes, pack_zeros
+from glm5_quant.quant.rotation import rotate, rotate_moments
 from glm5_quant.quant.rounding import solve
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
@@ -67,7 +68,7 @@ def solve_group(
             group_size=config.group_size,
         )
         result.tensors |= packed_tensors(linear.name, codes, grid, scale_dtype, symmetric=config.symmetric)
-        restored = dequantize(codes, grid)
+        restored = _effective(codes, grid, config)
         judged = [part.judged[number] for part in solved]
         result.modules[linear.name] = _record(linear, weight, judged, evidence, config.group_size)
         out.append(restored)
@@ -99,15 +100,24 @@ def _solve_part(weights_NK: list[Tensor], part: Part, config: QuantConfig, scale
     targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
     held, total = part.held, part.total()
     stacked = torch.cat([target.weight_NK for target in targets])
-    solved = solve(stacked, total.hessian_KK, config, scale_dtype=scale_dtype, n_eff=total.n_eff)
+    hessian = total.hessian_KK
+    if config.rotation == "full":
+        stacked, hessian = rotate(stacked), rotate_moments(hessian)
+    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff)
     judged, row = [], 0
     for weight, target in zip(weights_NK, targets, strict=True):
         rows = slice(row, row + weight.shape[0])
         row = rows.stop
         grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
-        error = dequantize(solved.codes[rows], grid) - weight
+        error = _effective(solved.codes[rows], grid, config) - weight
         judged.append(_judge(weight, error, total, held, target.alpha, config, scale_dtype))
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
+
+
+def _effective(codes_NK: Tensor, grid: Grid, config: QuantConfig) -> Tensor:
+    """The weight the runtime multiplies plain inputs with: dequantized, and rotated back where codes are of W R."""
+    restored = dequantize(codes_NK, grid)
+    return rotate(restored) if config.rotation == "full" else restored
 
 
 def packed_tensors(

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from glm5_quant.model.tokenizing import decoded_vocabulary
 
-def decoded_vocabulary(tokenizer: Any) -> dict[int, str]:
-    """Text of every vocabulary id but the special ones, decoded alone."""
-    special = set(tokenizer.all_special_ids)
-    ids = sorted(set(tokenizer.get_vocab().values()) - special)
-    texts = tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
-    return dict(zip(ids, texts, strict=True))
+
+def numeric_rule_text() -> str:
+    """The kinds of tokens that count as numeric."""
+    from glm5_quant.quant.numeric import NumericRule, describe
+
+    return "quant.numeric: " + ", ".join(kind for kind, counts in describe(NumericRule()).items() if counts)
 
 
 def numeric_mask(tokenizer: Any, size: int | None = None) -> NDArray[np.bool_] | None:

@@ -18,7 +18,7 @@ from support_calibrate import sample_text, small
 from support_models import OVERRIDES, byte_tokenizer, rewrite, tiny, tiny_glm, tiny_q3
 
 from glm5_quant.calibrate.plan import make_plan
-from glm5_quant.calibrate.run import StoppedSafely
+from glm5_quant.calibrate.run import StoppedSafely, token_weight
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -27,6 +27,7 @@ from glm5_quant.model.journal import Journal, open_journal
 from glm5_quant.model.layers import LayerRunner
 from glm5_quant.quant.grid import Grid, dequantize
 from glm5_quant.quant.packing import unpack_codes, unpack_zeros
+from glm5_quant.quant.rotation import rotate
 
 
 def restored(journal: Journal, layer: int, name: str) -> torch.Tensor:
@@ -128,7 +129,8 @@ def test_many_chunks_solve_the_same_as_one(tmp_path: Path, monkeypatch: pytest.M
     one, two = open_journal(tmp_path / "a" / "calibration"), open_journal(tmp_path / "b" / "calibration")
     for name in one.record(0).modules:
         same = (restored(one, 0, name) == restored(two, 0, name)).float().mean()
-        assert float(same) > 0.99, name
+        assert float(same) > 0.9, name
+        assert two.record(0).modules[name].error == pytest.approx(one.record(0).modules[name].error, rel=0.05)
     assert one.record(3).coverage == two.record(3).coverage
 
 
@@ -352,3 +354,23 @@ def test_fast_follows_one_stream_and_still_records_errors(tmp_path: Path) -> Non
     report = small(tiny("llama", tmp_path / "m"), tmp_path / "w", preset="fast")
     assert report.stream_error is None
     assert all(role.error < role.error_rtn for role in report.roles)
+
+
+def test_full_rotation_stores_codes_of_the_rotated_weight(tmp_path: Path) -> None:
+    model = tiny("llama", tmp_path / "m")
+    small(model, tmp_path / "w", quant={"rotation": "full"})
+    name = "model.layers.0.mlp.down_proj"
+    source = open_checkpoint(model).read(f"{name}.weight", torch.float32)
+    got = restored(open_journal(tmp_path / "w" / "calibration"), 0, name)
+    assert float((rotate(got) - source).norm() / source.norm()) < 0.15
+    assert float((got - source).norm() / source.norm()) > 0.5
+
+
+def test_numeric_tokens_and_those_before_them_weigh_more(tmp_path: Path) -> None:
+    model = tiny_q3(tmp_path / "m")
+    byte_tokenizer(model)
+    ids = torch.tensor([list(b"at 12% of it")])
+    weight = token_weight(open_checkpoint(model), ids, 2.0)
+    assert weight is not None
+    assert weight.tolist() == [1, 1, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]
+    assert token_weight(open_checkpoint(model), ids, 0.0) is None
