@@ -52,11 +52,17 @@ class Fact:
 class _Dialogue:
     """Builds one dialogue turn by turn; everything random comes from one generator."""
 
-    def __init__(self, rng: random.Random, turns: int, language: Language) -> None:
+    def __init__(self, rng: random.Random, turns: int, language: Language, varied: bool) -> None:
         self.rng, self.turns, self.language = rng, turns, language
         self.phrases = PHRASES[language]
         self.domain: Domain = rng.choice(DOMAINS[language])
-        self.names = rng.sample(NAMES[language], k=min(len(NAMES[language]), max(3, turns // 8)))
+        self.attributes = self.domain.attributes
+        names = max(3, turns // 8)
+        if varied:
+            names = rng.randint(names, max(4, turns // 2))
+        self.names = rng.sample(NAMES[language], k=min(len(NAMES[language]), names))
+        if varied:
+            self.attributes = tuple(rng.sample(self.attributes, k=rng.randint(2, len(self.attributes))))
         self.used: set[tuple[str, str]] = set()
         self.facts: list[Fact] = []
         self.due: list[tuple[int, int]] = []
@@ -82,7 +88,7 @@ class _Dialogue:
     def state(self, turn: int) -> bool:
         """State a new fact; False when no unused (name, attribute) was found."""
         for _ in range(8):
-            name, attribute = self.rng.choice(self.names), self.rng.choice(self.domain.attributes)
+            name, attribute = self.rng.choice(self.names), self.rng.choice(self.attributes)
             if (name, attribute.name) not in self.used:
                 break
         else:
@@ -166,8 +172,11 @@ class _Dialogue:
         return f"{self.rng.choice(CODE_LETTERS)}{self.rng.randrange(100, 1000)}"
 
 
-def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed") -> dict[str, Any]:
+def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed", *, varied: bool = True) -> dict[str, Any]:
     """One dialogue of `turns` user/assistant exchanges.
+
+    `varied` dialogues range from few names with many attributes each to many names with the same few, so that neither
+    alone tells facts apart; the others have few names and all attributes.
 
     Returns {"messages": [...], "answers": [{"turn", "kind", "distance"}, ...], "language", "domain"}. `answers[i]`
     scores the assistant message `messages[2 * i + 1]`; kind is noted, fact, number, word or sum; distance counts turns
@@ -175,7 +184,7 @@ def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed") -> dict[
     """
     rng = random.Random(seed)
     chosen: Language = rng.choice(("en", "zh")) if language == "mixed" else language
-    made = _Dialogue(rng, turns, chosen)
+    made = _Dialogue(rng, turns, chosen, varied)
     made.build()
     return {
         "messages": made.messages,

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from glm5_quant.model.tiny.corpus import dialogues, texts
+from glm5_quant.model.tiny.corpus import dialogue, texts
 
 SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 MAX_VOCAB = 3072
@@ -40,7 +40,7 @@ def train(seed: int = 7, count: int = 1500) -> Tokenizer:
         show_progress=False,
     )
     pieces = [f"{number:0{width}d}" for width in (1, 2, 3) for number in range(10**width)]
-    sample = list(texts(dialogues(seed, count, 40)))
+    sample = list(texts([dialogue(seed + index, 40, varied=False) for index in range(count)]))
     tokenizer.train_from_iterator(sample + pieces * 50, trainer=trainer)
     return tokenizer
 
