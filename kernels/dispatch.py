@@ -3,21 +3,26 @@
 Letters: E experts, N out, K in, T tokens, D hidden size, I expert size, A experts a token chooses.
 
 backend: "reference" (plain PyTorch, exact), "cpu" (faster CPU operators), "triton" (GPU). The argument names one call's
-backend, the environment variable GLM5_QUANT_BACKEND overrides it for all, and with neither the input's device decides.
+backend, the environment variable GLM5_QUANT_BACKEND overrides it for all, and with neither `choose_backend` has a rule.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from glm5_quant.kernels import reference
+from glm5_quant.kernels import cpu, reference
 from glm5_quant.kernels.layout import PackedMatrix
 
 BACKENDS = ("reference", "cpu", "triton")
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
 
 
 def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -25,9 +30,16 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, ba
     if packed.experts is not None:
         raise ValueError("linear takes one matrix; a stack of experts goes to experts()")
     _check_input(x_TK, packed.k)
-    choose_backend(x_TK, backend)
-    flat = x_TK.reshape(-1, packed.k)
-    return reference.linear(flat, packed, bias).reshape(*x_TK.shape[:-1], packed.n)
+    flat_TK = x_TK.reshape(-1, packed.k)
+    chosen = choose_backend(x_TK, packed, backend)
+    if chosen == "triton":
+        name = "int8_triton" if _integer(packed) else "linear_triton"
+        out_TN: Tensor = _triton(name).linear(flat_TK, packed, bias)
+    elif chosen == "cpu":
+        out_TN = cpu.linear(flat_TK, packed, bias)
+    else:
+        out_TN = reference.linear(flat_TK, packed, bias)
+    return out_TN.reshape(*x_TK.shape[:-1], packed.n)
 
 
 def experts(
@@ -46,16 +58,47 @@ def experts(
     the gate's rows first; down: E x D x I. Returns [T, D] in x's dtype. ValueError names what does not fit.
     """
     _check_experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
-    choose_backend(x_TD, backend)
+    chosen = choose_backend(x_TD, gate_up, backend)
+    if chosen == "triton":
+        out_TD: Tensor = _triton("experts_triton").experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
+        return out_TD
+    if chosen == "cpu":
+        return cpu.experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
     return reference.experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
 
 
-def choose_backend(x: Tensor, backend: str | None = None) -> str:
-    """The backend that will compute, by environment, argument, then device."""
-    chosen = os.environ.get("GLM5_QUANT_BACKEND") or backend or "reference"
+def choose_backend(x: Tensor, packed: PackedMatrix, backend: str | None = None) -> str:
+    """The backend that will compute: the environment's, else the argument's, else by this rule.
+
+    On a GPU "triton" for float16 and bfloat16 when triton is installed; on a CPU "cpu" for bfloat16 and for matrices
+    resident as int8; everything else "reference", which is exact.
+    """
+    chosen = os.environ.get("GLM5_QUANT_BACKEND") or backend
+    if chosen is None:
+        if x.is_cuda:
+            return "triton" if x.dtype in HALVES and has_triton() else "reference"
+        return "cpu" if x.device.type == "cpu" and (x.dtype == HALVES[1] or packed.resident == "int8") else "reference"
     if chosen not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {chosen!r}")
+    if chosen == "cpu" and x.device.type != "cpu":
+        raise ValueError(f"the cpu backend needs tensors on the CPU, found {x.device}")
+    if chosen == "triton" and not has_triton():
+        raise ValueError("the triton backend needs the triton package, which is not installed")
     return chosen
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the triton package can be imported."""
+    return find_spec("triton") is not None
+
+
+def _triton(name: str) -> Any:
+    return import_module(f"glm5_quant.kernels.{name}")
+
+
+def _integer(packed: PackedMatrix) -> bool:
+    return packed.inputs is not None and packed.inputs.activations != "none" and packed.shadow is None
 
 
 def _check_input(x: Tensor, k: int) -> None:

@@ -13,7 +13,7 @@ Padding contributes exactly zero: inside the ragged last block it repeats that b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 GROUP_SIZE = 64
 PAIR = 2 * GROUP_SIZE
+ACTIVATIONS = ("none", "int8", "int4-channel", "int4-block")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,26 @@ class Shadow:
         return Shadow(self.columns.to(device), self.residual.to(device), self.offsets.to(device), scale)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a matrix wants done to its inputs first (`inputs.transform`): rotation, then a format of fewer bits.
+
+    hadamard: the orthonormal 64-point rotation of aligned blocks, computed online; activations: "none", "int8",
+    "int4-channel" or "int4-block"; channel_scale: float32 [K], the divisors of "int4-channel" that are folded into the
+    weights, shared by the experts of a stack, or [E, K] with their own (reference backend only).
+    """
+
+    hadamard: bool = False
+    activations: str = "none"
+    channel_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, found {self.activations!r}")
+        if (self.activations == "int4-channel") != (self.channel_scale is not None):
+            raise ValueError("channel scales belong to int4-channel activations, and they need them")
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
     """One INT4 matrix, or a stack of E of them, ready for the kernels.
@@ -57,6 +78,7 @@ class PackedMatrix:
     codes: uint8 [(E,) N, 64 H]; scale: float [(E,) N, B] (any of float32, float16, bfloat16); zero: uint8 [(E,) N, B];
     n, k: the true sizes. shadow: see `Shadow`. resident: the form the CPU path may keep, "int4" (codes only, exact
     weights) or "int8" (a second, row-wise INT8 copy of twice the size, faster for several tokens, see docs/kernels.md).
+    inputs: what is done to the inputs first, None for nothing. forms: what a backend made of the codes for itself.
     """
 
     codes: Tensor
@@ -66,6 +88,8 @@ class PackedMatrix:
     k: int
     shadow: Shadow | None = None
     resident: str = "int4"
+    inputs: Inputs | None = None
+    forms: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1:
@@ -146,7 +170,11 @@ def rows(packed: PackedMatrix, start: int, stop: int) -> PackedMatrix:
 def expert(packed: PackedMatrix, e: int) -> PackedMatrix:
     """One matrix of a stack, as a view; its shadow comes along."""
     shadow = None if packed.shadow is None else _expert_shadow(packed.shadow, e)
-    return replace(packed, codes=packed.codes[e], scale=packed.scale[e], zero=packed.zero[e], shadow=shadow)
+    inputs = packed.inputs
+    if inputs is not None and inputs.channel_scale is not None and inputs.channel_scale.ndim == 2:
+        inputs = replace(inputs, channel_scale=inputs.channel_scale[e])
+    codes, scale, zero = packed.codes[e], packed.scale[e], packed.zero[e]
+    return replace(packed, codes=codes, scale=scale, zero=zero, shadow=shadow, inputs=inputs)
 
 
 def _expert_shadow(shadow: Shadow, e: int) -> Shadow | None:

@@ -9,11 +9,13 @@ at the end, to the input's dtype. Works on any device; large matrices are widene
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from glm5_quant.kernels.inputs import transform
 from glm5_quant.kernels.layout import PackedMatrix, Shadow, dequantize, expert, rows
 
 CHUNK_WEIGHTS = 1 << 23
@@ -55,16 +57,30 @@ def experts(
     return out_TD.to(x_TD.dtype)
 
 
+def weights(packed: PackedMatrix, scale: Tensor | None = None) -> Tensor:
+    """Float32 weights [(E,) N, K] without the shadow, with other scales of the same shape if given."""
+    return dequantize(packed if scale is None else replace(packed, scale=scale))
+
+
+def weights_with_shadow(packed: PackedMatrix) -> Tensor:
+    """Float32 weights [N, K] of a single matrix with its shadow's columns added."""
+    weight_NK, shadow = dequantize(packed), packed.shadow
+    return weight_NK if shadow is None else weight_NK.index_add_(1, shadow.columns.long(), _residual(shadow).T)
+
+
 def shadow_term(x_TK: Tensor, shadow: Shadow) -> Tensor:
     """What a single matrix's shadow adds to the output, float32 [T, N]."""
+    return x_TK.float()[:, shadow.columns.long()] @ _residual(shadow)
+
+
+def _residual(shadow: Shadow) -> Tensor:
     residual_CN = shadow.residual.float()
-    if shadow.scale is not None:
-        residual_CN = residual_CN * shadow.scale[:, None]
-    return x_TK.float()[:, shadow.columns.long()] @ residual_CN
+    return residual_CN if shadow.scale is None else residual_CN * shadow.scale[:, None]
 
 
 def _matmul(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
     """float32 in, float32 out."""
+    x_TK = transform(x_TK, packed.inputs)
     step = max(1, CHUNK_WEIGHTS // packed.k)
     if step >= packed.n:
         out_TN = x_TK @ dequantize(packed).T

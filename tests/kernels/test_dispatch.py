@@ -11,10 +11,10 @@ from glm5_quant.kernels.dispatch import choose_backend, experts, linear
 
 def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLM5_QUANT_BACKEND", "reference")
-    assert choose_backend(torch.ones(1, 64), "triton") == "reference"
+    assert choose_backend(torch.ones(1, 64), random_packed(8, 64)[0], "triton") == "reference"
     monkeypatch.setenv("GLM5_QUANT_BACKEND", "fastest")
     with pytest.raises(ValueError, match="one of reference, cpu, triton, found 'fastest'"):
-        choose_backend(torch.ones(1, 64))
+        choose_backend(torch.ones(1, 64), random_packed(8, 64)[0])
 
 
 def test_what_linear_cannot_take_is_named() -> None:

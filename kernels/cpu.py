@@ -1,0 +1,157 @@
+"""CPU paths that are faster than bf16, from operators that ship with PyTorch; docs/kernels.md says what each computes.
+
+Letters: E experts, N out, K in, B blocks, T tokens, D hidden size, I expert size, A experts a token chooses.
+
+A matrix is computed from one of three forms, made at its first use and remembered beside it:
+
+    int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 32 rows; bf16 arithmetic
+    wide    nothing: above 32 rows the codes are widened a slice of rows at a time into bf16 matrix products
+    int8    one INT8 number a weight and one scale a row, the shadow merged in, for any number of rows; inputs are
+            rounded to 8 bits a token (int8_cpu.py). Only by choice: `resident="int8"`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from glm5_quant.kernels import int8_cpu, reference
+from glm5_quant.kernels.inputs import transform
+from glm5_quant.kernels.int8_cpu import Int8Weight, Rows
+from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, block_count, dequantize, expert, rows, unpack_planes
+
+INT4_ROWS = 32
+SLICE_WEIGHTS = 1 << 19
+NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
+TILE_ROWS = 64  # and lays them out in tiles of 64, so slices of whole tiles can be converted one by one
+
+
+class Int4Weight(NamedTuple):
+    """What `_weight_int4pack_mm_for_cpu` reads: codes uint8 [N padded to 16, 32 B], grid bf16 [B, N, 2]."""
+
+    codes: Tensor
+    grid: Tensor
+
+
+def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
+    """x @ W^T + bias, [T, N] in x's dtype; bf16 arithmetic, or 8-bit if the matrix is resident as int8."""
+    if not x_TK.shape[0]:
+        return x_TK.new_empty(0, packed.n)
+    seen_TK = transform(x_TK, packed.inputs)
+    out_TN = (
+        int8_cpu.linear(Rows.of(seen_TK), int8_form(packed)) if packed.resident == "int8" else _four(seen_TK, packed)
+    )
+    if bias_N is not None:
+        out_TN = out_TN + bias_N
+    return out_TN.to(x_TK.dtype)
+
+
+def experts(
+    x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    """The routed layer, [T, D] in x's dtype: each expert over its own tokens, added in the order of the experts."""
+    if gate_up.resident != down.resident:
+        raise ValueError(f"gate_up and down need the same residence, found {gate_up.resident} and {down.resident}")
+    act = reference.ACTIVATIONS[activation]
+    out_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
+    seen_TD = transform(x_TD, gate_up.inputs)
+    int8 = gate_up.resident == "int8"
+    every = Rows.of(seen_TD) if int8 else seen_TD.bfloat16()
+    for e, token, weight in groups(index_TA, weight_TA, gate_up.codes.shape[0]):
+        both = _one_expert(every if token is None else _take(every, token), gate_up, e)
+        hidden = transform(act(both[:, : down.k]) * both[:, down.k :], down.inputs)
+        part = _one_expert(Rows.of(hidden) if int8 else hidden, down, e)
+        if token is None:
+            out_TD += part * weight
+        else:
+            out_TD.index_add_(0, token, part * weight)
+    return out_TD.to(x_TD.dtype)
+
+
+def groups(index_TA: Tensor, weight_TA: Tensor, count: int) -> Iterator[tuple[int, Tensor | None, Tensor]]:
+    """(expert, its tokens or None for all of the one token there is, their float32 weights [., 1]), by expert."""
+    choices = index_TA.shape[1]
+    flat_P, weight_P1 = index_TA.reshape(-1), weight_TA.reshape(-1, 1).float()
+    order_P = torch.argsort(flat_P, stable=True)
+    numbers = flat_P[order_P].tolist()
+    if numbers and not 0 <= numbers[0] <= numbers[-1] <= count:
+        raise ValueError(
+            f"expert indices are {numbers[0]}..{numbers[-1]}, outside 0..{count} ({count} means no expert)"
+        )
+    token_P, weight_P1 = order_P // choices, weight_P1[order_P]
+    start = 0
+    while start < len(numbers) and numbers[start] < count:
+        stop = start + 1
+        while stop < len(numbers) and numbers[stop] == numbers[start]:
+            stop += 1
+        token = None if index_TA.shape[0] == 1 and stop == start + 1 else token_P[start:stop]
+        yield numbers[start], token, weight_P1[start:stop]
+        start = stop
+
+
+def int8_form(packed: PackedMatrix) -> Int8Weight:
+    """The INT8 weights of a single matrix, shadow included."""
+    if "int8" not in packed.forms:
+        packed.forms["int8"] = int8_cpu.pack(reference.weights_with_shadow(packed))
+    return cast(Int8Weight, packed.forms["int8"])
+
+
+def int4_form(packed: PackedMatrix) -> Int4Weight:
+    """The codes of a single matrix in the order of PyTorch's kernel; padded rows and columns are never seen."""
+    if "int4" not in packed.forms:
+        packed.forms["int4"] = _int4_weight(packed)
+    return cast(Int4Weight, packed.forms["int4"])
+
+
+def _take(every: Rows | Tensor, token: Tensor) -> Rows | Tensor:
+    return every.take(token) if isinstance(every, Rows) else every[token]
+
+
+def _one_expert(x: Rows | Tensor, stack: PackedMatrix, e: int) -> Tensor:
+    if e not in stack.forms:
+        stack.forms[e] = expert(stack, e)
+    packed = cast(PackedMatrix, stack.forms[e])
+    return int8_cpu.linear(x, int8_form(packed)) if isinstance(x, Rows) else _four(x, packed)
+
+
+def _four(x_TK: Tensor, packed: PackedMatrix) -> Tensor:
+    """Float32 [T, N] or bf16 [T, N]: bf16 products of the codes' own weights, plus the shadow."""
+    x_TK = x_TK.bfloat16()
+    out_TN = _int4(x_TK, int4_form(packed), packed.n) if x_TK.shape[0] <= INT4_ROWS else _wide(x_TK, packed)
+    return out_TN if packed.shadow is None else out_TN + reference.shadow_term(x_TK, packed.shadow)
+
+
+def _int4(x_TK: Tensor, form: Int4Weight, n: int) -> Tensor:
+    k = form.grid.shape[0] * GROUP_SIZE
+    x_TK = functional.pad(x_TK, (0, k - x_TK.shape[1])) if x_TK.shape[1] < k else x_TK.contiguous()
+    out_TN: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x_TK, form.codes, GROUP_SIZE, form.grid)
+    return out_TN[:, :n]
+
+
+def _wide(x_TK: Tensor, packed: PackedMatrix) -> Tensor:
+    step = max(1, SLICE_WEIGHTS // packed.k)
+    parts = [
+        functional.linear(x_TK, dequantize(rows(packed, start, start + step), torch.bfloat16))
+        for start in range(0, packed.n, step)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _int4_weight(packed: PackedMatrix) -> Int4Weight:
+    blocks, pad = block_count(packed.k), -packed.n % NARROWEST
+    step = max(TILE_ROWS, SLICE_WEIGHTS // packed.k // TILE_ROWS * TILE_ROWS)
+    parts = []
+    for start in range(0, packed.n, step):
+        codes = unpack_planes(packed.codes[start : start + step])[:, : blocks * GROUP_SIZE]
+        last = start + step >= packed.n
+        codes = functional.pad(codes, (0, 0, 0, pad)) if last else codes
+        parts.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1))
+    scale_NB = packed.scale.float()
+    zero_NB = (8 - packed.zero.float()) * scale_NB  # the kernel's weight is (code - 8) * scale + zero
+    grid = functional.pad(torch.stack([scale_NB, zero_NB], -1), (0, 0, 0, 0, 0, pad)).transpose(0, 1)
+    return Int4Weight(torch.cat(parts), grid.to(torch.bfloat16).contiguous())

@@ -1,0 +1,80 @@
+"""What happens to a matrix's inputs before the dot: online rotation, and activations of fewer bits, in plain PyTorch.
+
+Letters: T tokens, K in, B blocks of 64 along K.
+
+The activation formats (EAMPQ step 3): "int8" one scale a token; "int4-channel" a fixed scale a channel, already folded
+into the weights, and one factor a token; "int4-block" one scale a token and block of 64. Codes are symmetric and kept
+as int8 in every format, so that one integer dot serves all.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from glm5_quant.kernels.layout import GROUP_SIZE, Inputs
+
+LEVELS = {"int8": 127, "int4-channel": 7, "int4-block": 7}
+
+
+def transform(x_TK: Tensor, inputs: Inputs | None) -> Tensor:
+    """x as the matrix sees it, in x's dtype: rotated, then rounded to the activation format and widened again."""
+    if inputs is None:
+        return x_TK
+    x_TK = prepare(x_TK, inputs)
+    if inputs.activations == "none":
+        return x_TK
+    codes_TK, scale_TB, _ = quantize(x_TK, inputs.activations)
+    return dequantize(codes_TK, scale_TB).to(x_TK.dtype)
+
+
+def prepare(x_TK: Tensor, inputs: Inputs) -> Tensor:
+    """Everything before rounding: the 64-point rotation of whole blocks and the division by the channel scales."""
+    if inputs.hadamard:
+        x_TK = rotate(x_TK)
+    if inputs.channel_scale is None:
+        return x_TK
+    if inputs.channel_scale.ndim != 1:
+        raise ValueError("channel scales of each expert are computed by the reference backend only")
+    return (x_TK / inputs.channel_scale).to(x_TK.dtype)
+
+
+def rotate(x_TK: Tensor) -> Tensor:
+    """Orthonormal 64-point Hadamard on each aligned block of inputs; a ragged last block is left as it is."""
+    whole = x_TK.shape[-1] // GROUP_SIZE * GROUP_SIZE
+    blocks = x_TK[..., :whole].reshape(*x_TK.shape[:-1], -1, GROUP_SIZE)
+    rotated = (blocks.float() @ hadamard(x_TK.device)).to(x_TK.dtype).flatten(-2)
+    return torch.cat([rotated, x_TK[..., whole:]], dim=-1) if whole < x_TK.shape[-1] else rotated
+
+
+@functools.cache
+def hadamard(device: torch.device) -> Tensor:
+    """The 64 x 64 Hadamard matrix by Sylvester's construction, divided by 8 so that it is its own inverse."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < GROUP_SIZE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / 8).to(device)
+
+
+def quantize(x_TK: Tensor, activations: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes int8 [T, K], scale float32 [T, B] or [T, 1], and the sums of each block's codes int32 [T, B].
+
+    x is approximately codes * scale. A token (or block) of zeros has scale 1 and codes 0.
+    """
+    levels = LEVELS[activations]
+    tokens, k = x_TK.shape
+    padded = -(-k // GROUP_SIZE) * GROUP_SIZE
+    x_TBJ = torch.nn.functional.pad(x_TK.float(), (0, padded - k)).view(tokens, -1, GROUP_SIZE)
+    peak = x_TBJ.abs().amax(-1) if activations == "int4-block" else x_TBJ.abs().amax((-1, -2))[:, None]
+    scale = torch.where(peak > 0, peak / levels, 1.0)
+    codes_TBJ = (x_TBJ / scale[..., None]).round().clamp(-levels, levels).to(torch.int8)
+    return codes_TBJ.flatten(1)[:, :k], scale, codes_TBJ.sum(-1, dtype=torch.int32)
+
+
+def dequantize(codes_TK: Tensor, scale: Tensor) -> Tensor:
+    """Float32 [T, K] from what `quantize` returned."""
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(GROUP_SIZE, dim=1)[:, : codes_TK.shape[1]]
+    return codes_TK.float() * scale
