@@ -101,16 +101,18 @@ def read_texts(
         rows_in=rows_in,
         rows_empty=rows_empty,
         files=tuple(files),
-        warnings=_warnings(name, rows, rows_in, rows_empty),
+        warnings=_warnings(name, rows, rows_in, rows_empty, limit),
     )
 
 
-def _warnings(name: str, rows: list[Text], rows_in: int, rows_empty: int) -> tuple[str, ...]:
+def _warnings(name: str, rows: list[Text], rows_in: int, rows_empty: int, limit: int | None) -> tuple[str, ...]:
     found = []
     if len(rows) == 1 and format_of(Path(rows[0].file)) != "text":
         found.append(f"{name}: only one usable row")
     if rows_empty:
         found.append(f"{name}: {rows_empty} of {rows_in} rows are empty and were passed over")
+    if limit is not None and len(rows) == limit > 1:
+        found.append(f"{name}: only the first {limit:,} usable rows were read")
     return tuple(found)
 
 

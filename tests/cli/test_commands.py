@@ -117,6 +117,19 @@ def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: P
     assert json.loads(replaced.stdout)["packed_linears"] > 0
 
 
+def test_the_same_commands_give_the_same_bytes_in_another_folder(
+    model: Path, text: Path, work: Path, tmp_path: Path
+) -> None:
+    _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(tmp_path))
+    _run("export", "--work-dir", str(tmp_path))
+
+    def bytes_below(folder: Path) -> dict[str, bytes]:
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+    assert bytes_below(tmp_path / "calibration") == bytes_below(work / "calibration") != {}
+    assert bytes_below(tmp_path / "export") == bytes_below(work / "export") != {}
+
+
 def test_export_twice_renews_its_own_folder_but_no_other(work: Path, tmp_path: Path) -> None:
     (tmp_path / "calibration").symlink_to(work / "calibration")
     assert _run("export", "--work-dir", str(tmp_path)).exit_code == 0

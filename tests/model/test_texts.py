@@ -139,6 +139,7 @@ def test_limit_stops_after_that_many_usable_rows(tmp_path: Path) -> None:
     path.write_text('{"text": ""}\n{"text": "one"}\n{"text": "two"}\nnot json\n')
     texts = read_texts(path, limit=2)
     assert _words(texts) == ["one", "two"]
+    assert "only the first 2 usable rows were read" in texts.warnings[-1]
     with pytest.raises(UserError, match="limit must be at least 1"):
         read_texts(path, limit=0)
 
