@@ -2,8 +2,8 @@
 
     python benchmarks/peers/table.py --baseline rtn benchmarks/peers/results/DATE-MODEL-*.json
 
-Prints one table a source model. `--baseline` is a piece of the quantized folder's name; the last columns are the share of
-the baseline's KL that a result keeps, and the same for KL at numeric tokens: below 1 is better.
+Prints one table a source model. `--baseline` is a piece of the quantized folder's name; the last columns are the share
+of the baseline's KL that a result keeps, and the same for KL at numeric tokens: below 1 is better.
 """
 
 import argparse
@@ -50,9 +50,8 @@ def table(results: list[dict], baseline: str) -> str:
         )
     heads = [*COLUMNS, f"KL / {bases[0]['quantized']}", "numeric KL / same"]
     lines = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
-    for result in sorted(results, key=lambda result: result["summary"]["kl"]):
-        lines.append("| " + " | ".join(row(result, bases[0])) + " |")
-    return "\n".join(lines)
+    ranked = sorted(results, key=lambda result: result["summary"]["kl"])
+    return "\n".join(lines + ["| " + " | ".join(row(result, bases[0])) + " |" for result in ranked])
 
 
 def main() -> None:
