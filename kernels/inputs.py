@@ -2,9 +2,9 @@
 
 Letters: T tokens, K in, B blocks of 64 along K.
 
-The activation formats (EAMPQ step 3): "int8" one scale a token; "int4-channel" a fixed scale a channel, already folded
-into the weights, and one factor a token; "int4-block" one scale a token and block of 64. Codes are symmetric and kept
-as int8 in every format, so that one integer dot serves all.
+The activation formats are those of quant/activation.py: "int8" one scale a token; "int4-channel" a fixed scale a
+channel, already folded into the weights, and one factor a token; "int4-block" one scale and zero-point a token and
+block of 64. Codes are int8 with the zero-point taken off in every format, so that one integer dot serves all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from glm5_quant.kernels.layout import GROUP_SIZE, Inputs
+from glm5_quant.quant import activation
+from glm5_quant.quant.grid import to_blocks
 
-LEVELS = {"int8": 127, "int4-channel": 7, "int4-block": 7}
+LEVELS = {"int8": 127, "int4-channel": 7, "int4-block": 15}
 
 
 def transform(x_TK: Tensor, inputs: Inputs | None) -> Tensor:
@@ -44,7 +46,7 @@ def prepare(x_TK: Tensor, inputs: Inputs) -> Tensor:
 def rotate(x_TK: Tensor) -> Tensor:
     """Orthonormal 64-point Hadamard on each aligned block of inputs; a ragged last block is left as it is."""
     whole = x_TK.shape[-1] // GROUP_SIZE * GROUP_SIZE
-    blocks = x_TK[..., :whole].reshape(*x_TK.shape[:-1], -1, GROUP_SIZE)
+    blocks = x_TK[..., :whole].reshape(*x_TK.shape[:-1], whole // GROUP_SIZE, GROUP_SIZE)
     rotated = (blocks.float() @ hadamard(x_TK.device)).to(x_TK.dtype).flatten(-2)
     return torch.cat([rotated, x_TK[..., whole:]], dim=-1) if whole < x_TK.shape[-1] else rotated
 
@@ -59,18 +61,31 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def quantize(x_TK: Tensor, activations: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes int8 [T, K], scale float32 [T, B] or [T, 1], and the sums of each block's codes int32 [T, B].
+    """Steps int8 [T, K], scale float32 [T, B] or [T, 1], and the sums of each block's steps int32 [T, B].
 
-    x is approximately codes * scale. A token (or block) of zeros has scale 1 and codes 0.
+    x is approximately steps * scale; the zero-points of "int4-block" (codes 0..15) are taken off already. Where all
+    inputs are zero the steps are, too.
     """
-    levels = LEVELS[activations]
     tokens, k = x_TK.shape
     padded = -(-k // GROUP_SIZE) * GROUP_SIZE
     x_TBJ = torch.nn.functional.pad(x_TK.float(), (0, padded - k)).view(tokens, -1, GROUP_SIZE)
-    peak = x_TBJ.abs().amax(-1) if activations == "int4-block" else x_TBJ.abs().amax((-1, -2))[:, None]
-    scale = torch.where(peak > 0, peak / levels, 1.0)
-    codes_TBJ = (x_TBJ / scale[..., None]).round().clamp(-levels, levels).to(torch.int8)
-    return codes_TBJ.flatten(1)[:, :k], scale, codes_TBJ.sum(-1, dtype=torch.int32)
+    if activations == "int4-block":
+        scale, steps_TBJ = _asymmetric(x_TBJ)
+    else:
+        levels = LEVELS[activations]
+        scale = (x_TBJ.abs().amax((-1, -2))[:, None] / levels).clamp(min=TINIEST)
+        steps_TBJ = (x_TBJ / scale[..., None]).round().clamp(-levels, levels)
+    steps_TBJ = steps_TBJ.to(torch.int8)
+    return steps_TBJ.flatten(1)[:, :k], scale, steps_TBJ.sum(-1, dtype=torch.int32)
+
+
+def _asymmetric(x_TBJ: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale [T, B] and steps of 16 codes that cover each block's range and 0."""
+    low, high = x_TBJ.amin(-1).clamp(max=0), x_TBJ.amax(-1).clamp(min=0)
+    scale = (high / MAX_CODE - low / MAX_CODE).clamp(min=TINIEST)
+    zero = ((-low / 2) / (high / 2 - low / 2)).nan_to_num(0.5).mul(MAX_CODE).round()
+    codes_TBJ = ((x_TBJ / scale[..., None]).round() + zero[..., None]).clamp(0, MAX_CODE)
+    return scale, codes_TBJ - zero[..., None]
 
 
 def dequantize(codes_TK: Tensor, scale: Tensor) -> Tensor:

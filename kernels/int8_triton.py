@@ -23,6 +23,7 @@ from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import GROUP, load_grid
 from glm5_quant.kernels.triton_host import kernel_input, launch_options, uses_asm
 
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as in quant/activation.py
 LOW_INT8 = tl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
 HIGH_INT8 = tl.constexpr("{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F;}")
 
@@ -44,13 +45,19 @@ def _quantize(
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_BJ = tl.load(x_ptr + token * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
-    peak_B = tl.max(tl.abs(x_BJ), axis=1)
-    if not BY_BLOCK:
-        peak_B = tl.zeros((BLOCKS,), tl.float32) + tl.max(peak_B, axis=0)
-    scale_B = tl.where(peak_B > 0, peak_B / LEVELS, 1.0)
+    low_B, high_B = tl.minimum(tl.min(x_BJ, axis=1), 0.0), tl.maximum(tl.max(x_BJ, axis=1), 0.0)
+    if BY_BLOCK:
+        scale_B = tl.maximum(high_B / LEVELS - low_B / LEVELS, TINY)
+        share_B = (-low_B / 2) / tl.maximum(high_B / 2 - low_B / 2, TINY)
+        zero_B = (share_B * LEVELS + 12582912.0) - 12582912.0
+        bottom_B, top_B = -zero_B, LEVELS - zero_B
+    else:
+        peak = tl.max(tl.maximum(high_B, -low_B), axis=0)
+        scale_B = tl.zeros((BLOCKS,), tl.float32) + tl.maximum(peak / LEVELS, TINY)
+        bottom_B, top_B = tl.zeros((BLOCKS,), tl.float32) - LEVELS, tl.zeros((BLOCKS,), tl.float32) + LEVELS
     ratio = x_BJ / scale_B[:, None]
     rounded = (ratio + 12582912.0) - 12582912.0  # nearest, ties to even: what is above 2^23 has no fraction
-    codes_BJ = tl.minimum(tl.maximum(rounded, -LEVELS), LEVELS).to(tl.int32)
+    codes_BJ = tl.minimum(tl.maximum(rounded, bottom_B[:, None]), top_B[:, None]).to(tl.int32)
     tl.store(codes_ptr + token * codes_stride + at, codes_BJ.to(tl.int8), mask=at < codes_stride)
     tl.store(sums_ptr + token * blocks + block, tl.sum(codes_BJ, axis=1), mask=block < blocks)
     if BY_BLOCK:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from glm5_quant.kernels.inputs import transform
-from glm5_quant.kernels.layout import PackedMatrix, Shadow, dequantize, expert, rows
+from glm5_quant.kernels.inputs import prepare, quantize
+from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, Shadow, dequantize, expert, rows, to_codes
+from glm5_quant.quant.activation import Quantized, quantized_matmul
+from glm5_quant.quant.grid import Grid
 
 CHUNK_WEIGHTS = 1 << 23
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,14 +80,27 @@ def _residual(shadow: Shadow) -> Tensor:
     return residual_CN if shadow.scale is None else residual_CN * shadow.scale[:, None]
 
 
+def _product(x_TK: Tensor, steps: Quantized | None, packed: PackedMatrix) -> Tensor:
+    """Plain x @ W^T, from the integer steps of x where it has some."""
+    if steps is None:
+        return x_TK @ dequantize(packed).T
+    return quantized_matmul(steps, to_codes(packed), Grid(scale=packed.scale.float(), zero=packed.zero))
+
+
 def _matmul(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> Tensor:
-    """float32 in, float32 out."""
-    x_TK = transform(x_TK, packed.inputs)
+    """float32 in, float32 out. Inputs of fewer bits meet the codes as integers, by exact dots of blocks."""
+    steps: Quantized | None = None
+    if packed.inputs is not None:
+        x_TK = prepare(x_TK, packed.inputs)
+        if packed.inputs.activations != "none":
+            codes_TK, scale, _ = quantize(x_TK, packed.inputs.activations)
+            steps = Quantized(steps=codes_TK, scale=scale, group_size=GROUP_SIZE)
+            x_TK = steps.dequantize()
     step = max(1, CHUNK_WEIGHTS // packed.k)
     if step >= packed.n:
-        out_TN = x_TK @ dequantize(packed).T
+        out_TN = _product(x_TK, steps, packed)
     else:
-        parts = [x_TK @ dequantize(rows(packed, start, start + step)).T for start in range(0, packed.n, step)]
+        parts = [_product(x_TK, steps, rows(packed, start, start + step)) for start in range(0, packed.n, step)]
         out_TN = torch.cat(parts, dim=-1)
     if packed.shadow is not None:
         out_TN += shadow_term(x_TK, packed.shadow)
