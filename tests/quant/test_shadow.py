@@ -13,7 +13,15 @@ from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import dequantize
 from glm5_quant.quant.rounding import solve
-from glm5_quant.quant.shadow import best_columns, column_bytes, residual, store_int8
+from glm5_quant.quant.shadow import (
+    best_columns,
+    column_bytes,
+    find_columns,
+    prefix_residual,
+    residual,
+    store_int8,
+    unseen_changes,
+)
 
 
 def error_and_hessian(n: int = 24, k: int = 96) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -126,3 +134,27 @@ def test_super_experts_are_bought_whole_first_and_their_columns_are_then_not_off
     assert bought.experts == ("e1",)
     assert bought.columns == {"e2.down": 1}
     assert bought.spent_bytes == 60
+
+
+def test_the_change_on_unseen_tokens_is_that_of_the_residual_fitted_on_others() -> None:
+    weight, hessian = gaussian(12, 64), moments_of(layer_inputs(400, 64))
+    solved = solve(weight, hessian, QuantConfig(), n_eff=400)
+    error = (weight - dequantize(solved.codes, solved.grid)).double()
+    fresh = layer_inputs(50, 64, seed=9).double()
+    found = find_columns(error, hessian, 5)
+    index = found.channels
+    reach = error @ fresh.T @ fresh[:, index] / 50
+    changes = unseen_changes(found.reach, found.within, reach, fresh[:, index].T @ fresh[:, index] / 50)
+    for count in (1, 2, 5):
+        values = prefix_residual(found.reach, found.within, count).double()
+        left = fresh @ with_shadow(error, index[:count].tolist(), values).T
+        change = (left.square().sum() - (fresh @ error.T).square().sum()) / 50
+        assert float(changes[count - 1]) == pytest.approx(float(change), rel=1e-4)
+
+
+def test_candidates_add_up_to_the_whole_error_when_every_column_is_taken() -> None:
+    _, error, hessian = error_and_hessian(8, 32)
+    found = find_columns(error, hessian, 32)
+    assert len(found.channels) == 32
+    assert float(found.drops.sum()) == pytest.approx(found.whole, rel=1e-3)
+    assert torch.allclose(prefix_residual(found.reach, found.within), error[:, found.channels], atol=1e-4)
