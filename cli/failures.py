@@ -78,7 +78,7 @@ def exit_code(body: Callable[[], int | None]) -> int:
     try:
         return body() or 0
     except KeyboardInterrupt:
-        say("Interrupted.")
+        say("Interrupted: run the same command again to go on.")
         return INTERRUPTED
     except StoppedSafely:
         say("Stopped safely: run the same command again to go on.")

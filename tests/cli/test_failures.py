@@ -57,7 +57,7 @@ def _signalled(folder: Path, body: str, *signals: int) -> subprocess.CompletedPr
 
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(tmp_path: Path) -> None:
     ended = _signalled(tmp_path, SLEEP, signal.SIGINT)
-    assert (ended.returncode, ended.stderr) == (130, "Interrupted.\n")
+    assert (ended.returncode, ended.stderr) == (130, "Interrupted: run the same command again to go on.\n")
 
 
 def test_sigterm_ends_with_75_and_says_to_run_again(tmp_path: Path) -> None:
