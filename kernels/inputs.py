@@ -66,26 +66,11 @@ def quantize(x_TK: Tensor, activations: str) -> tuple[Tensor, Tensor, Tensor]:
     x is approximately steps * scale; the zero-points of "int4-block" (codes 0..15) are taken off already. Where all
     inputs are zero the steps are, too.
     """
-    tokens, k = x_TK.shape
-    padded = -(-k // GROUP_SIZE) * GROUP_SIZE
-    x_TBJ = torch.nn.functional.pad(x_TK.float(), (0, padded - k)).view(tokens, -1, GROUP_SIZE)
-    if activations == "int4-block":
-        scale, steps_TBJ = _asymmetric(x_TBJ)
+    if activations == "int4-channel":  # its channel scales are gone from x already
+        rounded = activation.quantize_int4_channel(x_TK, torch.ones((), device=x_TK.device))
     else:
-        levels = LEVELS[activations]
-        scale = (x_TBJ.abs().amax((-1, -2))[:, None] / levels).clamp(min=TINIEST)
-        steps_TBJ = (x_TBJ / scale[..., None]).round().clamp(-levels, levels)
-    steps_TBJ = steps_TBJ.to(torch.int8)
-    return steps_TBJ.flatten(1)[:, :k], scale, steps_TBJ.sum(-1, dtype=torch.int32)
-
-
-def _asymmetric(x_TBJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale [T, B] and steps of 16 codes that cover each block's range and 0."""
-    low, high = x_TBJ.amin(-1).clamp(max=0), x_TBJ.amax(-1).clamp(min=0)
-    scale = (high / MAX_CODE - low / MAX_CODE).clamp(min=TINIEST)
-    zero = ((-low / 2) / (high / 2 - low / 2)).nan_to_num(0.5).mul(MAX_CODE).round()
-    codes_TBJ = ((x_TBJ / scale[..., None]).round() + zero[..., None]).clamp(0, MAX_CODE)
-    return scale, codes_TBJ - zero[..., None]
+        rounded = activation.quantize(x_TK, activations)
+    return rounded.steps, rounded.scale, to_blocks(rounded.steps.int(), GROUP_SIZE).sum(-1, dtype=torch.int32)
 
 
 def dequantize(codes_TK: Tensor, scale: Tensor) -> Tensor:
