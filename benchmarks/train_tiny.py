@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/train_tiny.py --output runs/tiny --phases 256x16x800,512x8x800,4096x2x300
 
-A phase is LENGTHxBATCHxSTEPS, optionally @DSA to switch the sparse mask on, or @PLAIN for dialogues that are not
-varied. The state is written every --save-every steps; the same command with --resume goes on from there, and the phases
-still ahead may be changed in between. The learning rate is held until the last --decay-steps steps and then falls
-linearly to zero. Weights compute in bfloat16 with float32 masters.
+A phase is LENGTHxBATCHxSTEPS, optionally @DSA to switch the sparse mask on. The state is written every --save-every
+steps; the same command with --resume goes on from there, and the phases still ahead may be changed in between. The
+learning rate is held until the last --decay-steps steps and then falls linearly to zero. Weights compute in bfloat16
+with float32 masters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Phase:
     batch: int
     steps: int
     sparse: bool
-    varied: bool
 
 
 def parse_phases(text: str) -> list[Phase]:
@@ -55,7 +54,7 @@ def parse_phases(text: str) -> list[Phase]:
     for part in text.split(","):
         body, _, flag = part.partition("@")
         length, batch, steps = (int(number) for number in body.split("x"))
-        phases.append(Phase(length=length, batch=batch, steps=steps, sparse=flag == "DSA", varied=flag != "PLAIN"))
+        phases.append(Phase(length=length, batch=batch, steps=steps, sparse=flag == "DSA"))
     return phases
 
 
@@ -95,7 +94,7 @@ class Data:
         """ids [B, L]; which of them to predict [B, L]; which belong to an answer [B, L]."""
         rows = []
         for _ in range(phase.batch):
-            made = dialogue(self.next_seed, phase.length // TOKENS_PER_TURN, varied=phase.varied)
+            made = dialogue(self.next_seed, phase.length // TOKENS_PER_TURN)
             self.next_seed += 1
             rows.append(encode(self.tokenizer, made["messages"])[: phase.length])
         shortest = min(len(row) for row in rows)

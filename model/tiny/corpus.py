@@ -52,17 +52,14 @@ class Fact:
 class _Dialogue:
     """Builds one dialogue turn by turn; everything random comes from one generator."""
 
-    def __init__(self, rng: random.Random, turns: int, language: Language, varied: bool) -> None:
+    def __init__(self, rng: random.Random, turns: int, language: Language) -> None:
         self.rng, self.turns, self.language = rng, turns, language
         self.phrases = PHRASES[language]
         self.domain: Domain = rng.choice(DOMAINS[language])
-        self.attributes = self.domain.attributes
-        names = max(3, turns // 8)
-        if varied:
-            names = rng.randint(names, max(4, turns // 2))
+        # From few names with many attributes each to many names with the same one: neither alone tells facts apart.
+        names = rng.randint(max(3, turns // 8), max(6, turns // 2))
         self.names = rng.sample(NAMES[language], k=min(len(NAMES[language]), names))
-        if varied:
-            self.attributes = tuple(rng.sample(self.attributes, k=rng.randint(2, len(self.attributes))))
+        self.attributes = rng.sample(self.domain.attributes, k=rng.choice((1, 2, 3, 5, 10)))
         self.used: set[tuple[str, str]] = set()
         self.facts: list[Fact] = []
         self.due: list[tuple[int, int]] = []
@@ -172,11 +169,8 @@ class _Dialogue:
         return f"{self.rng.choice(CODE_LETTERS)}{self.rng.randrange(100, 1000)}"
 
 
-def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed", *, varied: bool = True) -> dict[str, Any]:
+def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed") -> dict[str, Any]:
     """One dialogue of `turns` user/assistant exchanges.
-
-    `varied` dialogues range from few names with many attributes each to many names with the same few, so that neither
-    alone tells facts apart; the others have few names and all attributes.
 
     Returns {"messages": [...], "answers": [{"turn", "kind", "distance"}, ...], "language", "domain"}. `answers[i]`
     scores the assistant message `messages[2 * i + 1]`; kind is noted, fact, number, word or sum; distance counts turns
@@ -184,7 +178,7 @@ def dialogue(seed: int, turns: int, language: LanguageChoice = "mixed", *, varie
     """
     rng = random.Random(seed)
     chosen: Language = rng.choice(("en", "zh")) if language == "mixed" else language
-    made = _Dialogue(rng, turns, chosen, varied)
+    made = _Dialogue(rng, turns, chosen)
     made.build()
     return {
         "messages": made.messages,

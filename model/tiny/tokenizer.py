@@ -8,12 +8,16 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from glm5_quant.model.tiny.corpus import dialogue, texts
+from glm5_quant.model.tiny.corpus import dialogues, texts
 
 SPECIALS = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 MAX_VOCAB = 3072
-# Han particles stand alone, so that a name or an attribute is the same token in a statement, a question and an answer.
-PATTERN = r"[的是加得]|(?:(?![的是加得])\p{Han})+| ?[A-Za-z]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]|\s+| ?(?:(?!\p{Han})\p{L})+"
+# Han particles stand alone, and so do the short words before a value, space included: a name or an attribute is then
+# the same token in a statement, a question and an answer, and a number never hangs on a lone space.
+PATTERN = (
+    r" (?:is|than|plus) (?=\S)|[的加为]|(?:(?![的加为])\p{Han})+| ?[A-Za-z]+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]|\s+| ?(?:(?!\p{Han})\p{L})+"
+)
 
 CHAT_TEMPLATE = """[gMASK]<sop>
 {%- for message in messages -%}
@@ -40,7 +44,7 @@ def train(seed: int = 7, count: int = 1500) -> Tokenizer:
         show_progress=False,
     )
     pieces = [f"{number:0{width}d}" for width in (1, 2, 3) for number in range(10**width)]
-    sample = list(texts([dialogue(seed + index, 40, varied=False) for index in range(count)]))
+    sample = list(texts(dialogues(seed, count, 40)))
     tokenizer.train_from_iterator(sample + pieces * 50, trainer=trainer)
     return tokenizer
 

@@ -33,7 +33,7 @@ class Domain:
 
 @dataclass(frozen=True, kw_only=True)
 class Phrases:
-    """Sentence patterns of one language. {key} is "Alder daily limit", {value} is "3500 USD"."""
+    """Sentence patterns of one language. {key} is "upper limit of Alder", {value} is "3500 USD"."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -185,7 +185,7 @@ PHRASES: dict[Language, Phrases] = {
         questions=("What is the {key}?", "Tell me the {key}.", "Remind me of the {key}."),
         answer="The {key} is {value}.",
         noted="Noted.",
-        key="{name} {attribute}",
+        key="{attribute} of {name}",
         at_most="not more than {value}",
         at_least="not less than {value}",
         date="{month} {day}",
@@ -195,18 +195,18 @@ PHRASES: dict[Language, Phrases] = {
         percent_answer="{p}% of {n} is {c}.",
     ),
     "zh": Phrases(
-        statements=("记录:{key}是{value}。", "请记下,{key}是{value}。", "今天起,{key}是{value}。"),
-        questions=("请问,{key}?", "查一下,{key}?", "提醒我,{key}?"),
-        answer="回复:{key}是{value}。",
+        statements=("记录:{key}为{value}。", "请记下:{key}为{value}。", "今天起:{key}为{value}。"),
+        questions=("请问:{key}?", "查一下:{key}?", "提醒我:{key}?"),
+        answer="回复:{key}为{value}。",
         noted="已记录。",
-        key="{name}的{attribute}",
+        key="{attribute},{name}",
         at_most="不高于{value}",
         at_least="不低于{value}",
         date="{month}月{day}日",
-        sum_question="求和,{first}加上{second}?",
-        sum_answer="{a}加{b}得{c}。",
+        sum_question="求和:{first}加{second}?",
+        sum_answer="{a}加{b}为{c}。",
         percent_question="{n}的{p}%?",
-        percent_answer="{n}的{p}%得{c}。",
+        percent_answer="{n}的{p}%为{c}。",
     ),
 }
 

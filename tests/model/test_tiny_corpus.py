@@ -14,12 +14,12 @@ from glm5_quant.model.tiny import corpus
 from glm5_quant.model.tiny.words import BASES, DOMAINS, NAMES, PERCENTS, Language
 
 STATED = {
-    "en": re.compile(r"the (?P<key>\w+ [a-z ]+?) is (?P<value>.+)\.$"),
-    "zh": re.compile(r"[:,](?P<key>\w+的\w+)是(?P<value>.+)。$"),
+    "en": re.compile(r"the (?P<key>[a-z ]+ of \w+) is (?P<value>.+)\.$"),
+    "zh": re.compile(r":(?P<key>\w+,\w\w)为(?P<value>.+)。$"),
 }
 ANSWERED = {
-    "en": re.compile(r"^The (?P<key>\w+ [a-z ]+?) is (?P<value>.+)\.$"),
-    "zh": re.compile(r"^回复:(?P<key>\w+的\w+)是(?P<value>.+)。$"),
+    "en": re.compile(r"^The (?P<key>[a-z ]+ of \w+) is (?P<value>.+)\.$"),
+    "zh": re.compile(r"^回复:(?P<key>\w+,\w\w)为(?P<value>.+)。$"),
 }
 
 
