@@ -30,6 +30,7 @@ from glm5_quant.eval.session import Session
 from glm5_quant.eval.summary import cluster_unit, drift_verdict, percentiles, summarize
 from glm5_quant.eval.tally import Tally
 from glm5_quant.eval.text_part import TextPart
+from glm5_quant.eval.vocabulary import numeric_rule_text
 
 LONG = 2048
 
@@ -226,7 +227,7 @@ def _settings(session: Session, text: TextPart | None, talk: DialoguePart | None
         margin=config.margin,
         dtype=config.dtype,
         kv_cache=config.kv_cache,
-        numeric_rule="quant.numeric" if session.marker.numeric is not None else "none: no tokenizer",
+        numeric_rule=numeric_rule_text() if session.marker.numeric is not None else "none: no tokenizer",
         dialogue_rule=f"{talk.renderer.style}; {JOIN_RULE}" if talk else "",
         context_policy=context_policy(talk.limit) if talk else "",
         source_cache_top_k=config.top_k if config.source_cache or config.sequential else None,

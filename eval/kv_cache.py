@@ -83,11 +83,14 @@ class Packed:
         codes, scale = self.codes[:, :, start:stop], self.scale[:, :, start:stop]
         return Packed(codes=codes, scale=scale, low=low, width=self.width)
 
-    def join(self, other: Packed) -> Packed:
-        """Tokens of both, in order."""
-        low = None if self.low is None or other.low is None else torch.cat([self.low, other.low], dim=2)
-        codes = torch.cat([self.codes.view(torch.uint8), other.codes.view(torch.uint8)], dim=2).view(self.codes.dtype)
-        return Packed(codes=codes, scale=torch.cat([self.scale, other.scale], dim=2), low=low, width=self.width)
+    def join(self, *others: Packed) -> Packed:
+        """Tokens of all, in order."""
+        parts = (self, *others)
+        lows = [part.low for part in parts if part.low is not None]
+        # Bytes are joined, since concatenation of FP8 is not there on every device.
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts], dim=2).view(self.codes.dtype)
+        scale = torch.cat([part.scale for part in parts], dim=2)
+        return Packed(codes=codes, scale=scale, low=torch.cat(lows, dim=2) if lows else None, width=self.width)
 
 
 def pack_fp8(values: Tensor, static_scale: float | None = None) -> Packed:
@@ -173,15 +176,12 @@ class Side:
         return pack_int4(values) if self.spec.kind == "int4" else pack_fp8(values, self.static_scale)
 
     def _with_feedback(self, values: Tensor) -> Packed:
-        whole: Packed | None = None
-        for step in range(values.shape[2]):
-            token = values[:, :, step : step + 1].float()
+        made = []
+        for token in torch.split(values.float(), 1, dim=2):
             wanted = token if self.carried is None else token + self.spec.feedback * self.carried
-            packed = self._pack(wanted)
-            self.carried = wanted - unpack(packed, torch.float32)
-            whole = packed if whole is None else whole.join(packed)
-        assert whole is not None
-        return whole
+            made.append(self._pack(wanted))
+            self.carried = wanted - unpack(made[-1], torch.float32)
+        return made[0].join(*made[1:])
 
 
 class TierMixin:

@@ -14,7 +14,7 @@ from decimal import Decimal
 from difflib import SequenceMatcher
 
 NUMBER = re.compile(
-    r"(?<![A-Za-z0-9_.,])(?P<sign>[-−](?=[$€£¥￥]?\d))?[$€£¥]?"
+    r"(?<![A-Za-z0-9_])(?P<sign>[-−](?=[$€£¥￥]?\d))?[$€£¥]?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?)"
     r"(?P<percent>\s?%|\s?percent\b|\s?per cent\b)?"
 )

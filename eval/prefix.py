@@ -33,7 +33,8 @@ class Prefix:
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of `text` alone: no BOS, no EOS, nothing a post-processor adds."""
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    # verbose=False: the tokenizer's warning about its length limit does not apply, since texts are cut into windows.
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def find_prefix(tokenizer: Any, rule: str = "auto") -> Prefix:

@@ -79,7 +79,7 @@ class CharTokenizer:
     def __len__(self) -> int:
         return len(self.vocabulary)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
         ids, names = [], sorted((self.texts[i] for i in self.all_special_ids), key=len, reverse=True)
         while text:
             token = next((name for name in names if text.startswith(name)), text[0])
