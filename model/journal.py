@@ -5,6 +5,9 @@ Layout of `<work>/calibration/`:
     manifest.json               what was calibrated with what; written first, never changed
     layers/00012.safetensors    the layer's packed tensors, in their final form (see below)
     layers/00012.json           coverage, errors, timings; its presence means the layer is finished
+    layers/00012.shadows.safetensors   what the layer offers for shadows; calibration's own, export does not read it
+    shadows.safetensors         the shadows bought for the whole model after the last layer, in the sidecar's names
+    finish.json                 what that came to; its presence means the journal is complete
     log.jsonl                   one line an event
     stream/                     hidden states at the last finished layer boundary, so that a killed run goes on
 
@@ -96,6 +99,14 @@ class ModuleRecord(_Record):
     fallback: str | None = None
 
 
+class CompensationRecord(_Record):
+    """What is added to a layer's output: `gain` times a vector. `error_left` is the share of the quantized stream's
+    error (relative to the source's, token by token) that held-out tokens keep with it."""
+
+    gain: float
+    error_left: float
+
+
 class LayerRecord(_Record):
     """One finished layer. `coverage[e]` is how many calibration tokens expert e saw; None in dense layers."""
 
@@ -104,8 +115,30 @@ class LayerRecord(_Record):
     modules: dict[str, ModuleRecord]
     coverage: list[int] | None = None
     stream_error: float | None = None
+    compensation: CompensationRecord | None = None
     seconds: float = 0.0
     notes: list[str] = []
+
+
+class FinishRecord(_Record):
+    """The step after the last layer: shadows bought for the whole model under one byte budget.
+
+    `shadows_sha256` is None where none were bought and there is no file. `columns` counts single columns, `experts`
+    names those kept whole. `gain` is the share of the experts' weighted relative error that the shadows remove by
+    estimate; `held_out_gain` the same, of what tokens kept out of their fit could judge; `refused_layers` lists layers
+    whose shadows would have raised the error there.
+    """
+
+    shadows_sha256: str | None = None
+    budget_bytes: int = 0
+    spent_bytes: int = 0
+    expert_fp16_bytes: int = 0
+    expert_int4_bytes: int = 0
+    columns: int = 0
+    experts: list[str] = []
+    gain: float = 0.0
+    held_out_gain: float = 0.0
+    refused_layers: list[int] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +154,17 @@ class Journal:
     def record_file(self, layer: int) -> Path:
         return self.folder / "layers" / f"{layer:05d}.json"
 
+    def candidates_file(self, layer: int) -> Path:
+        return self.folder / "layers" / f"{layer:05d}.shadows.safetensors"
+
+    @property
+    def shadow_file(self) -> Path:
+        return self.folder / "shadows.safetensors"
+
+    @property
+    def finish_file(self) -> Path:
+        return self.folder / "finish.json"
+
     def finished(self) -> list[int]:
         """Layers whose record exists, counted from 0 without a gap."""
         done: list[int] = []
@@ -130,6 +174,9 @@ class Journal:
 
     def record(self, layer: int) -> LayerRecord:
         return read_model(self.record_file(layer), LayerRecord)
+
+    def finish_record(self) -> FinishRecord:
+        return read_model(self.finish_file, FinishRecord)
 
     @property
     def complete(self) -> bool:

@@ -1,0 +1,86 @@
+"""Compensation of one layer: a fixed vector added to its output, for the error that calibration can predict (step 9).
+
+Dimensions: W windows, T tokens of a window, D hidden.
+The vector is the mean, over the windows that are fitted on, of what quantization takes from the layer's own
+contribution (output minus input, source minus quantized). Its gain is fitted on held-out windows to what is missing from
+the whole quantized stream. Every token counts by the inverse square of its size in the source stream: the next norm divides
+by that size, and without it the few tokens of massive activations, whose errors are a thousand times larger, would decide
+alone. It is kept only if it lowers the held-out error in both measures, weighted and not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glm5_quant.model.journal import CompensationRecord
+from glm5_quant.quant.compensation import GainFit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compensation:
+    """vector float32 [D], gain above 0, and what they are worth."""
+
+    vector: Tensor
+    gain: Tensor
+    record: CompensationRecord
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """As the sidecar names them; `prefix` is the decoder layer's path with the sidecar's prefix."""
+        return {f"{prefix}.compensation": self.vector, f"{prefix}.compensation_gain": self.gain}
+
+    def apply(self, hidden_WTD: Tensor) -> None:
+        """What the runtime does to a layer's output, in place, one window after the other."""
+        step_D = self.gain * self.vector
+        for window in hidden_WTD:
+            window += step_D
+
+
+def fit_compensation(
+    inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], held_windows: int
+) -> Compensation | None:
+    """Vector and gain from both streams at a layer's ends, [W, T, D] by name; the last `held_windows` are held out.
+
+    None where nothing is held out, or where it would not lower the error there.
+    """
+    source, quantized = outputs["source"], outputs["quantized"]
+    windows = len(source) - held_windows
+    if not held_windows or not windows:
+        return None
+    total_D, weights = torch.zeros_like(source[0, 0]), 0.0
+    for w in range(windows):
+        lost_TD = (source[w] - quantized[w]) - (inputs["source"][w] - inputs["quantized"][w])
+        weight_T = _weight(source[w])
+        total_D += weight_T @ lost_TD
+        weights += float(weight_T.sum(dtype=torch.float64))
+    vector_D = total_D / weights
+    weighted, plain = GainFit(), GainFit()
+    for half, source_TD, quantized_TD in _halves(source[windows:], quantized[windows:]):
+        missing_TD = source_TD - quantized_TD
+        root_T1 = _weight(source_TD).sqrt()[:, None]
+        weighted.add(missing_TD * root_T1, root_T1 * vector_D, half)
+        plain.add(missing_TD, vector_D, half)
+    gain = weighted.gain()
+    if gain <= 0 or plain.change(gain) >= 0:
+        return None
+    record = CompensationRecord(gain=gain, error_left=weighted.share_left(gain))
+    return Compensation(vector=vector_D, gain=torch.tensor(gain, dtype=torch.float32), record=record)
+
+
+def _weight(source_TD: Tensor) -> Tensor:
+    """1 / |h_t|^2, float32 [T]."""
+    return 1.0 / source_TD.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _halves(source_WTD: Tensor, quantized_WTD: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Held-out tokens in two halves that check each other: of different windows, or of the only one."""
+    windows, tokens = source_WTD.shape[:2]
+    for w in range(windows):
+        if windows > 1:
+            yield int(w >= windows // 2), source_WTD[w], quantized_WTD[w]
+        else:
+            for half, part in enumerate((slice(0, tokens // 2), slice(tokens // 2, tokens))):
+                yield half, source_WTD[w, part], quantized_WTD[w, part]
