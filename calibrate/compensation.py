@@ -2,10 +2,10 @@
 
 Dimensions: W windows, T tokens of a window, D hidden.
 The vector is the mean, over the windows that are fitted on, of what quantization takes from the layer's own
-contribution (output minus input, source minus quantized). Its gain is fitted on held-out windows to what is missing from
-the whole quantized stream. Every token counts by the inverse square of its size in the source stream: the next norm divides
-by that size, and without it the few tokens of massive activations, whose errors are a thousand times larger, would decide
-alone. It is kept only if it lowers the held-out error in both measures, weighted and not.
+contribution (output minus input, source minus quantized). Its gain is fitted on held-out windows to what is missing
+from the whole quantized stream. Every token counts by the inverse square of its size in the source stream: the next
+norm divides by that size, and without it the few tokens of massive activations, whose errors are a thousand times
+larger, would decide alone. It is kept only if it lowers the held-out error in both measures, weighted and not.
 """
 
 from __future__ import annotations

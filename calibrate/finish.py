@@ -2,8 +2,9 @@
 
 Dimensions: N out, K in, S shadow columns, L layers, E experts.
 Super experts come first, each as a whole copy (its residual on all K inputs); the rest goes to single columns by error
-removed per byte. A layer whose purchases do not lower the error of tokens kept out of the fit is refused, and the money
-is spent again without it. The result is `shadows.safetensors`, in the sidecar's names, and `finish.json`, which is the commit.
+removed per byte. A layer whose purchases do not lower the error of tokens kept out of the fit is refused, and the
+money is spent again without it. The result is `shadows.safetensors`, in the sidecar's names, and `finish.json`, which
+is the commit.
 """
 
 from __future__ import annotations

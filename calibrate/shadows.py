@@ -10,10 +10,11 @@ Dimensions: N out, K in, S candidate columns, T tokens, D hidden.
     M.facts float64 [5]       `Facts`, in the order of its fields
 
 What an error is worth. EAMPQ asks for rho, the KL that one unit of relative error costs at a layer and projection. Its
-stand-in here costs no pass of its own: the share of the residual stream that the expert writes, mean over all tokens of
-|c y_t|^2 / |h_t|^2 with h the layer's output, 0 for tokens that the expert does not see. A relative error of gate, up
-or down becomes a relative error of y, and that share of it an error of the stream relative to the stream, which is what
-the next norm sees. It is assumed that such an error costs the same KL at every depth. Routing frequency is in that mean.
+stand-in here costs no pass of its own: the share of the residual stream that the expert writes, mean over all tokens
+of |c y_t|^2 / |h_t|^2 with h the layer's output, 0 for tokens that the expert does not see. A relative error of gate,
+up or down becomes a relative error of y, and that share of it an error of the stream relative to the stream, which is
+what the next norm sees. It is assumed that such an error costs the same KL at every depth. Routing frequency is in
+that mean.
 """
 
 from __future__ import annotations
