@@ -34,7 +34,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A gated feed-forward network: linears by role, and a way to read a linear's source weight, float32 [N, K]."""
+    """A gated feed-forward network: linears by role, and a way to read a linear's source weight [N, K]."""
 
     inputs: list[Linear]
     down: Linear
@@ -67,7 +67,7 @@ def solve_network(
     streams: Streams,
     *,
     solve: Solve,
-    evidence: Callable[[int], Evidence],
+    evidence: Callable[[int, int], Evidence],
     pool: Evidence | None,
     chunk_tokens: int,
     keep_bytes: int,
@@ -81,11 +81,11 @@ def solve_network(
     seen = tokens.index_T if tokens.seen_T is None else tokens.seen_T
     total = streams.x.shape[0] if seen is None else len(seen)
 
-    first = evidence(network.inputs[0].k)
+    first = evidence(network.inputs[0].k, total)
     for part in _parts(total, chunk_tokens):
         x, source_x, index = _take(streams, seen, part)
         first.add(x, source_x, index, _slice(tokens.weight_T, part))
-    solved = solve(network.inputs, source, pool if pool is not None and total == 0 else first)
+    solved = [w.to(dtype) for w in solve(network.inputs, source, pool if pool is not None and total == 0 else first)]
 
     def run(part: slice, of: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | int]:
         x, source_x, index = _take(streams, of, part)
@@ -95,14 +95,14 @@ def solve_network(
     # Hidden activations are computed once where they fit in memory, and again for the output where they do not.
     keep = tokens.seen_T is None and total * network.down.k * 8 <= keep_bytes
     kept = []
-    second = evidence(network.down.k)
+    second = evidence(network.down.k, total)
     for part in _parts(total, chunk_tokens):
         hidden, source_hidden, index = run(part, seen)
         second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part))
         if keep:
             kept.append((hidden, source_hidden, index))
     source_down = network.read(network.down)
-    (solved_down,) = solve([network.down], [source_down], second)
+    solved_down = solve([network.down], [source_down], second)[0].to(dtype)
 
     routed = streams.x.shape[0] if tokens.index_T is None else len(tokens.index_T)
     for number, part in enumerate(_parts(routed, chunk_tokens)):

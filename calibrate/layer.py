@@ -27,6 +27,7 @@ from glm5_quant.calibrate.taps import Handler, Keep, Recorder, Replay, Solver, S
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.layers import LayerRunner
+from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
 Side = dict[int, Tensor]
 
@@ -69,11 +70,13 @@ class Context:
     def two_streams(self) -> bool:
         return bool(self.settings.quant.alphas)
 
-    def evidence(self, k: int) -> Evidence:
+    def evidence(self, k: int, tokens: int) -> Evidence:
+        """Moments of k channels for so many tokens; without the gap, and nothing held out, where they are too few."""
+        gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
         return Evidence.empty(
             k,
-            held_from=self.held_from,
-            gap=self.two_streams,
+            held_from=self.held_from if gap else self.ids_WT.numel(),
+            gap=gap,
             device=self.settings.device,
             product_dtype=self.dtype,
         )
@@ -111,7 +114,9 @@ class LayerSolver:
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
         self.result = LayerResult()
-        self.module = context.runner.load_layer(index, experts=False)
+        # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
+        without = {item.module for item in self.linears.values() if item.expert is None}
+        self.module = context.runner.load_layer(index, experts=False, without=without)
         self.solve: Callable[..., list[Tensor]] = partial(
             solve_group, config=context.settings.quant, scale_dtype=context.scale_dtype, result=self.result
         )
@@ -119,6 +124,8 @@ class LayerSolver:
     @torch.no_grad()
     def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
         passed = self._attention()
+        # Its outputs are kept and replayed; its weights are in the way of the experts'.
+        setattr(self.module, self.family.attention_path, nn.Identity())
         coverage, replays = self._feed_forward(passed)
         side = {name: self._advance(name, passed[name], replays[name], outputs[name]) for name in self.inputs}
         return LayerOutcome(result=self.result, coverage=coverage, side=side)
@@ -129,7 +136,8 @@ class LayerSolver:
         """Solve the attention's linears; both streams' attention outputs and feed-forward inputs."""
         paths = {item.module: name for name, item in self.linears.items() if self._in_attention(item)}
         recorder = Recorder(self.context.dtype)
-        taps = install(self.module, paths, recorder)
+        weights = {name: self._read(self.linears[name]) for name in paths.values()}
+        taps = install(self.module, paths, weights, recorder)
         single = len(self.context.chunks) == 1
         passed: dict[str, Passed] = {}
         if "source" in self.inputs:
@@ -144,7 +152,8 @@ class LayerSolver:
         self, taps: dict[str, Tap], recorder: Recorder, groups: list[list[str]], kept: list[Tensor]
     ) -> Passed:
         context, single = self.context, len(self.context.chunks) == 1
-        evidence = [context.evidence(taps[group[0]].in_features) for group in groups]
+        tokens = context.ids_WT.numel()
+        evidence = [context.evidence(taps[group[0]].in_features, tokens) for group in groups]
         current: dict[str, Any] = {"inputs": kept, "first": 0}
 
         def collect(group: int, x: Tensor) -> None:
@@ -275,14 +284,14 @@ class LayerSolver:
             )
         return outputs
 
-    def _network(self, items: list[Linear]) -> Network:
-        def read(item: Linear) -> Tensor:
-            return read_linear(self.context.checkpoint, item, torch.float32).to(self.context.settings.device)
+    def _read(self, item: Linear) -> Tensor:
+        return read_linear(self.context.checkpoint, item).to(self.context.settings.device)
 
+    def _network(self, items: list[Linear]) -> Network:
         return Network(
             inputs=[item for item in items if item.role != "down"],
             down=next(item for item in items if item.role == "down"),
-            read=read,
+            read=self._read,
             activation=self.context.activation,
         )
 
@@ -300,7 +309,7 @@ class LayerSolver:
 
     def _pool(self, flat: dict[str, Tensor]) -> Evidence:
         """Moments of all tokens of the layer: what an expert without any token of its own is solved on."""
-        pool = self.context.evidence(flat["quantized"].shape[-1])
+        pool = self.context.evidence(flat["quantized"].shape[-1], len(flat["quantized"]))
         for start in range(0, len(flat["quantized"]), self.context.chunk_tokens):
             part = slice(start, start + self.context.chunk_tokens)
             source = flat["source"][part] if "source" in flat else None

@@ -15,12 +15,13 @@ from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
+from glm5_quant.quant.rounding import SLICE_WEIGHTS
 
 _F32 = 4
 # torch, transformers and the interpreter themselves, measured as resident memory after import.
 INTERPRETER_BYTES = 600 * 2**20
-# H, C, their held-out twins, H shrunk, permuted, factored: matrices of K x K alive at the worst moment.
-_SQUARES_SOLVE = 10
+# Matrices of K x K alive at the worst moment: H, its sum, H shrunk, permuted, factored, and the factor.
+_SQUARES_SOLVE = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,7 @@ def _cut(items: list[Linear], settings: Settings, hidden: int, family: Family, c
     first = [item for item in inside if item.layer == items[0].layer]
     wide = max(item.k for item in items)
     square = (wide if wide <= LARGEST_HESSIAN else HESSIAN_BLOCK) ** 2 * _F32
-    largest = max(item.n * item.k for item in items) * _F32
-    fixed = INTERPRETER_BYTES + _SQUARES_SOLVE * square + 8 * largest + _resident_layer(items) * _F32
+    fixed = INTERPRETER_BYTES + _solving_bytes(items, square) + _resident_layer(items) * 4
     buffers = 4 * streams * windows * seqlen * hidden * _F32
     on_disk = fixed + buffers > cap // 2
     # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
@@ -173,6 +173,12 @@ def _cut(items: list[Linear], settings: Settings, hidden: int, family: Family, c
         peak_bytes=fixed + (0 if on_disk else buffers) + used,
         least_bytes=fixed + max(per_window, 256 * per_token),
     )
+
+
+def _solving_bytes(items: list[Linear], square_bytes: int) -> int:
+    """Squares of the widest H, a group's weights with target, codes and result, and the solver's slice of rows."""
+    largest = max(item.n * item.k for item in items)
+    return _SQUARES_SOLVE * square_bytes + 4 * largest * _F32 + 8 * min(largest, SLICE_WEIGHTS) * _F32
 
 
 def _resident_layer(items: list[Linear]) -> int:

@@ -54,7 +54,7 @@ def solve_group(
     With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
     """
     solved = [
-        _solve_part([weight[:, part.columns] for weight in weights_NK], part, config, scale_dtype)
+        _solve_part([weight[:, part.columns].float() for weight in weights_NK], part, config, scale_dtype)
         for part in evidence.parts
     ]
     out, row = [], 0
@@ -103,7 +103,7 @@ def _solve_part(weights_NK: list[Tensor], part: Part, config: QuantConfig, scale
     hessian = total.hessian_KK
     if config.rotation == "full":
         stacked, hessian = rotate(stacked), rotate_moments(hessian)
-    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff)
+    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, measure=False)
     judged, row = [], 0
     for weight, target in zip(weights_NK, targets, strict=True):
         rows = slice(row, row + weight.shape[0])
@@ -141,7 +141,7 @@ def _target(weight_NK: Tensor, fit: Moments, held: Moments, config: QuantConfig)
         return Target(weight_NK=weight_NK)
     direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta)
     alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff)
-    return Target(weight_NK=weight_NK + alpha * direction, alpha=alpha)
+    return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha)
 
 
 def _judge(

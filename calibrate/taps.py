@@ -23,7 +23,7 @@ class StageReached(Exception):
 
 
 class Tap(nn.Module):
-    """A linear whose call is handed to `handler(name, x_BTK) -> y_BTN`. Buffers only; bias as in the source."""
+    """A linear whose call is handed to `handler(tap, x_BTK) -> y_BTN`. Weight in the source's dtype, bias float32."""
 
     def __init__(self, name: str, weight_NK: Tensor, bias_N: Tensor | None, handler: Handler) -> None:
         super().__init__()
@@ -50,15 +50,18 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dty
     return out if bias_N is None else out + bias_N
 
 
-def install(root: nn.Module, names: dict[str, str], handler: Handler) -> dict[str, Tap]:
-    """Replace the linears of `root` at the given paths. `names` maps a path to the checkpoint's module name."""
+def install(root: nn.Module, names: dict[str, str], weights: dict[str, Tensor], handler: Handler) -> dict[str, Tap]:
+    """Replace the linears of `root` at the given paths; the result is by name.
+
+    `names` maps a path to the checkpoint's module name, `weights` that name to the source weight [N, K].
+    """
     taps = {}
     for path, name in names.items():
         parent_path, _, leaf = path.rpartition(".")
         parent = root.get_submodule(parent_path)
         old = getattr(parent, leaf)
         bias = None if old.bias is None else old.bias.detach()
-        taps[name] = Tap(name, old.weight.detach(), bias, handler)
+        taps[name] = Tap(name, weights[name], bias, handler)
         setattr(parent, leaf, taps[name])
     return taps
 
@@ -108,7 +111,7 @@ class Solver:
             group = self.group_of[tap.name]
             self.collect(group, x)
             if self.last:
-                self.solved |= self.solve(group)
+                self.solved |= {name: weight.to(self.dtype) for name, weight in self.solve(group).items()}
             if not self.single:
                 raise StageReached
         return linear(x, self.solved[tap.name], tap.bias, self.dtype)

@@ -11,7 +11,7 @@ Dimension letters: B batch, T tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -85,11 +85,13 @@ class LayerRunner:
             )
         return [recorder.kwargs for recorder in recorders]
 
-    def load_layer(self, layer: int, *, experts: bool = True) -> nn.Module:
-        """Decoder layer with its weights. Without `experts`, the routed experts' stacks stay empty (on meta): replace
+    def load_layer(self, layer: int, *, experts: bool = True, without: Collection[str] = ()) -> nn.Module:
+        """Decoder layer with its weights. `without` names modules inside the layer whose weight stays empty (on meta),
+        for callers that replace them. Without `experts`, so do the routed experts' stacks: replace
         that submodule before running the layer."""
         module: nn.Module = copy.deepcopy(self.base.layers[layer], {id(self.config): self.config})
         routed = f".{self.family.block}.{self.family.experts}."
+        empty = {f"model.layers.{layer}.{module}.weight" for module in without}
         fill(
             module,
             f"model.layers.{layer}",
@@ -97,7 +99,7 @@ class LayerRunner:
             self.family,
             self.dtype,
             keep_fp32=self._keep_fp32,
-            skip=(lambda name: False) if experts else (lambda name: routed in name),
+            skip=lambda name: name in empty or (not experts and routed in name),
         )
         return module.eval().requires_grad_(False)
 

@@ -26,15 +26,19 @@ from glm5_quant.quant.threads import one_thread
 BATCH_COLUMNS = 128
 # Rank-1 updates reach only this far; the rest of a batch is updated by small matmuls.
 SUB_COLUMNS = 16
+SLICE_WEIGHTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Solved:
-    """codes uint8 [..., N, K], their grid, error = tr(E H E^T) / tr(W H W^T) as float32 [...] (0-d for one matrix)."""
+    """codes uint8 [..., N, K], their grid, error = tr(E H E^T) / tr(W H W^T) as float32 [...] (0-d for one matrix).
+
+    `error` is None where it was not asked for.
+    """
 
     codes: Tensor
     grid: Grid
-    error: Tensor
+    error: Tensor | None
 
 
 def solve(
@@ -45,12 +49,14 @@ def solve(
     scale_dtype: torch.dtype = torch.bfloat16,
     n_eff: float | Tensor | None = None,
     grid: Grid | None = None,
+    measure: bool = True,
 ) -> Solved:
     """Grid and codes of least error under H for one matrix or a stack of experts.
 
     weight_NK: [..., N, K] target weights. hessian_KK: [..., K, K] second moments of the inputs (statistics.Moments).
     n_eff: effective tokens behind H, for shrinkage ([...] tensor for a stack); None = H is taken as it is.
-    grid: use this one instead of searching. Never fails on a singular H; an H of zeros counts as the identity.
+    grid: use this one instead of searching. measure: whether the error is wanted, which costs two matmuls.
+    Never fails on a singular H; an H of zeros counts as the identity.
     Raises ValueError for non-finite input or shapes that do not fit.
     """
     weight = weight_NK.float()
@@ -76,7 +82,8 @@ def solve(
         if config.refit_scales and sweep == 0:
             grid = refit_scales(weight, trusted_KK, codes, grid, scale_dtype)
         codes = descend(weight, trusted_KK, codes, grid)
-    return Solved(codes=codes, grid=grid, error=relative_error(weight, dequantize(codes, grid), plain_KK))
+    error = relative_error(weight, dequantize(codes, grid), plain_KK) if measure else None
+    return Solved(codes=codes, grid=grid, error=error)
 
 
 def usable_hessian(hessian_KK: Tensor) -> Tensor:
@@ -113,6 +120,12 @@ def _search(weight_NK: Tensor, importance: Tensor | None, config: QuantConfig, s
 def error_feedback(weight_NK: Tensor, order: Order, grid: Grid) -> Tensor:
     """Codes uint8 [..., N, K]: columns rounded in the given order on static grids, errors carried to later columns."""
     batch, (n, k) = weight_NK.shape[:-2], weight_NK.shape[-2:]
+    step = max(64, SLICE_WEIGHTS // k)
+    if not batch and n > step:
+        # Rows do not touch each other: the eight float32 copies made below are then of a slice, not of the matrix.
+        slices = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+        parts = [Grid(scale=grid.scale[s], zero=grid.zero[s], group_size=grid.group_size) for s in slices]
+        return torch.cat([error_feedback(weight_NK[s], order, p) for s, p in zip(slices, parts, strict=True)])
     rows_first = order.order_EK[:, :, None].expand(-1, -1, n)
 
     def columns(per_weight_NK: Tensor) -> Tensor:

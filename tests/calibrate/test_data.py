@@ -38,6 +38,7 @@ def _pack(texts: Texts, **settings: Any) -> Any:
 
 
 def test_documents_follow_each_other_with_one_bos_each_and_no_padding(tmp_path: Path) -> None:
+    """Field case O-28: without pads there is nothing a mask could forget; every id in a window is real."""
     packed = _pack(_texts(tmp_path, "aaa", "bbbb", "cc"), num_samples=2, seqlen=6, seed=0)
     flat = packed.ids.flatten().tolist()
     assert packed.ids.shape == (2, 6)
@@ -48,6 +49,7 @@ def test_documents_follow_each_other_with_one_bos_each_and_no_padding(tmp_path: 
 
 
 def test_long_documents_are_split_over_windows_and_nothing_is_lost_silently(tmp_path: Path) -> None:
+    """Field case O-30."""
     texts = _texts(tmp_path, *("x" * 1999 for _ in range(3)), "y" * 99)
     packed = _pack(texts, num_samples=128, seqlen=512, seed=3)
     assert packed.ids.shape == (11, 512)
@@ -135,6 +137,7 @@ def test_data_of_a_single_token_are_refused(tmp_path: Path) -> None:
 
 
 def test_data_in_one_script_give_a_hint_and_a_mixed_set_gives_none(tmp_path: Path) -> None:
+    """Field case O-32."""
     one = _pack(_texts(tmp_path, "only Latin letters", "and more of them"), num_samples=1, seqlen=8)
     mixed = _pack(_texts(tmp_path, "Latin letters", "中文汉字混合"), num_samples=2, seqlen=8)
     assert any("100.0% of the letters are LATIN" in warning for warning in one.warnings)

@@ -32,7 +32,8 @@ def test_recorder_groups_linears_by_the_input_they_read_and_changes_no_result() 
     toy, x = Toy(), torch.randn(5, 4)
     expected = toy(x)
     recorder = Recorder(torch.float32)
-    install(toy, {"a": "L.a", "b": "L.b", "c": "L.c"}, recorder)
+    weights = {f"L.{name}": module.weight.detach() for name, module in toy.named_children()}
+    install(toy, {"a": "L.a", "b": "L.b", "c": "L.c"}, weights, recorder)
     assert torch.equal(toy(x), expected)
     assert recorder.groups == [["L.a", "L.b"], ["L.c"]]
     assert torch.equal(recorder.inputs[0], x)
@@ -50,7 +51,7 @@ def test_every_stage_sees_all_tokens_computed_with_the_stages_before_it_solved(c
         lambda group: {name: solved[name] for name in groups[group]},
         torch.float32,
     )
-    taps = install(toy, {name: name for name in solved}, solver)
+    taps = install(toy, {name: name for name in solved}, solved, solver)
     solver.single = chunks == 1
     parts = x.chunk(chunks)
     outputs: list[Tensor] = []

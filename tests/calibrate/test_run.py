@@ -75,7 +75,7 @@ def test_the_quantized_stream_is_the_layers_run_with_the_journals_weights(
 
     With experts only nearly: both streams replay the source's routing, the runner routes by itself.
     """
-    model = tiny(model_type, tmp_path / "m")
+    model = tiny(model_type, tmp_path / "m", dtype=torch.float32)
     kept: dict[str, torch.Tensor] = {}
 
     def keep_stream(done: object) -> None:
