@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support_models import byte_tokenizer, tiny_glm
+from support_models import byte_tokenizer, rewrite, tiny_glm
 from typer.testing import CliRunner
 
 import glm5_quant.cli.main as main
@@ -120,6 +120,7 @@ def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: P
 def test_the_same_commands_give_the_same_bytes_in_another_folder(
     model: Path, text: Path, work: Path, tmp_path: Path
 ) -> None:
+    """Field case O-41."""
     _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(tmp_path))
     _run("export", "--work-dir", str(tmp_path))
 
@@ -315,3 +316,44 @@ def test_eval_ends_with_3_when_a_gate_fails_and_with_1_when_figures_are_not_fini
     assert failed.exit_code == 3
     invalid, _ = _eval(monkeypatch, work, text, status="invalid", passed=False)
     assert invalid.exit_code == 1
+
+
+def test_eval_measures_the_export_and_gates_decide_the_exit_code(work: Path, text: Path) -> None:
+    arguments = ["eval", "--work-dir", str(work), "--dataset", str(text), "--window", "48", "--num-windows", "3"]
+    done = _run(*arguments, "--gate", "kl<5")
+    assert done.exit_code == 0, done.output
+    assert "KL(source || export)" in done.stdout
+    assert "glm5-quant" not in done.stdout
+    failed = _run(*arguments, "--gate", "kl<0", "--json")
+    assert failed.exit_code == 3
+    assert json.loads(failed.stdout)["gates_passed"] is False
+
+
+def test_eval_of_an_export_with_a_nan_scale_fails_and_prints_no_nan(work: Path, text: Path, tmp_path: Path) -> None:
+    """Field case O-36."""
+    target = tmp_path / "out"
+    assert _run("export", "--work-dir", str(work), "--output-dir", str(target)).exit_code == 0
+    rewrite(target, "model.layers.1.self_attn.o_proj.weight_scale", lambda scale: scale.fill_(float("nan")))
+    arguments = [
+        "eval",
+        "--work-dir",
+        str(work),
+        "--dataset",
+        str(text),
+        "--window",
+        "48",
+        "--num-windows",
+        "2",
+        "--json",
+    ]
+    done = _run(*arguments, "--quantized", str(target), "--gate", "kl<100")
+    assert done.exit_code == 1
+    assert "NaN" not in done.stdout
+    assert "Traceback" not in done.output
+
+
+def test_a_bare_name_is_a_folder_here(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Field case O-27: hours were lost because an output named `out` has no folder above it."""
+    monkeypatch.chdir(tmp_path)
+    assert _run("export", "--work-dir", str(work), "--output-dir", "out").exit_code == 0
+    assert (tmp_path / "out" / "config.json").exists()

@@ -77,6 +77,7 @@ def test_every_package_imports_without_triton_and_without_loading_torch() -> Non
     assert shown.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_every_module_that_is_no_triton_kernel_imports_without_triton() -> None:
     modules = [
         f"{package}.{path.stem}"

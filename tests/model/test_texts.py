@@ -117,6 +117,7 @@ def test_turns_of_named_speakers_become_a_transcript(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_in_name_order_without_readme_and_hidden_files(tmp_path: Path) -> None:
+    """Field case O-41: the order in which a disk lists files decides nothing."""
     for name in ("b.txt", "a.txt", "README.md", ".hidden.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "sub").mkdir()
@@ -150,12 +151,14 @@ def test_a_named_column_is_read_instead_of_the_usual_ones(tmp_path: Path) -> Non
 
 
 def test_one_usable_row_works_and_is_warned_about(tmp_path: Path) -> None:
+    """Field case O-29."""
     texts = read_texts(_lines(tmp_path / "a.jsonl", {"text": "alone"}))
     assert texts.rows_used == 1
     assert "only one usable row" in texts.warnings[0]
 
 
 def test_a_wrong_column_names_file_row_columns_found_and_expected(tmp_path: Path) -> None:
+    """Field case O-29."""
     path = _lines(tmp_path / "a.jsonl", {"TEXT": "x", "id": 1})
     with pytest.raises(UserError) as caught:
         read_texts(path)
@@ -198,6 +201,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_unreadable_data_give_one_message_that_names_the_file(tmp_path: Path, case: str) -> None:
+    """Field case O-29 and its kind."""
     name, content, message = BAD_FILES[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -260,6 +264,7 @@ def test_a_hub_data_set_gives_its_rows_with_config_and_split(monkeypatch: pytest
 
 
 def test_chinese_json_lines_are_read_as_utf8_in_the_c_locale(tmp_path: Path) -> None:
+    """Field case O-32."""
     path = _lines(tmp_path / "a.jsonl", {"text": "下限不低于 5%"})
     code = f"from glm5_quant.model.texts import read_texts; print(ascii(read_texts({str(path)!r}).rows[0].text))"
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -49,6 +49,7 @@ def test_affixes_are_what_the_tokenizer_itself_adds(
 
 @pytest.mark.parametrize("template", [CHAT, "<s>" + CHAT], ids=["template without BOS", "template with BOS"])
 def test_a_rendered_dialogue_has_exactly_one_bos(tmp_path: Path, template: str) -> None:
+    """Field case O-31."""
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, rule="<s> $A", template=template))
     assert encode(tokenizer, DIALOGUE) == [1, 6, 7]
 
@@ -64,6 +65,7 @@ def test_a_text_that_was_rendered_with_bos_and_eos_gets_no_second_ones(tmp_path:
 
 
 def test_messages_without_a_chat_template_name_file_and_row(tmp_path: Path) -> None:
+    """Field case O-29."""
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
     with pytest.raises(UserError, match=r"chat\.jsonl: row 7: the row holds messages, but the tokenizer has no chat"):
         encode(tokenizer, DIALOGUE)
@@ -90,6 +92,7 @@ def test_a_document_longer_than_the_model_raises_no_alarm(tmp_path: Path, caplog
 
 
 def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
+    """Field case O-45."""
     marker = tmp_path / "marker"
     folder = save_tokenizer(tmp_path / "model", tokenizer_class="Mine", auto_map={"AutoTokenizer": [None, "mine.Mine"]})
     (folder / "mine.py").write_text(f"open({str(marker)!r}, 'w')\nclass Mine: pass\n")
