@@ -17,8 +17,9 @@ from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import CODES_PER_WORD, PACKED, PART_ENDINGS, SCALE, SHAPE, ZERO
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.scheme import Scheme, read_scheme, without_quantization
-from glm5_quant.quant.grid import Grid
+from glm5_quant.quant.grid import Grid, dequantize
 from glm5_quant.quant.packing import unpack_codes, unpack_zeros
+from glm5_quant.quant.rotation import rotate
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
 SYMMETRIC_ZERO = 8
@@ -42,6 +43,16 @@ class Exported:
         else:
             zero = unpack_zeros(self.checkpoint.read(module + ZERO), n)
         return codes, Grid(scale=scale, zero=zero, group_size=self.scheme.group_size)
+
+    def weight(self, module: str, activation_scale_K: Tensor | None = None) -> Tensor:
+        """The matrix that plain inputs meet, float32 [N, K], comparable with the source's: folded activation scales
+        (the sidecar's, needed in mode int4-channel only) and rotation are taken back."""
+        weight_NK = dequantize(*self.read(module))
+        if self.scheme.inputs.activations == "int4-channel":
+            if activation_scale_K is None:
+                raise ValueError(f"{module}: activation scales are folded into its codes, and were not given")
+            weight_NK = weight_NK / activation_scale_K
+        return rotate(weight_NK) if self.scheme.inputs.rotation == "full" else weight_NK
 
     @cached_property
     def plain_view(self) -> Checkpoint:

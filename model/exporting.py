@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from glm5_quant.model import atomic, sidecar, staging
+from glm5_quant.model import atomic, input_scales, sidecar, staging
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import SCALE, ExportPlan, make_plan, tensor_parallel_sizes
@@ -24,7 +24,7 @@ from glm5_quant.model.files import INDEX_NAME
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.journal import Journal, config_digest, file_sha256, open_journal, shard_digest
 from glm5_quant.model.safetensors_header import read_header
-from glm5_quant.model.scheme import NUMERIC_KEY, Scheme, export_config
+from glm5_quant.model.scheme import NUMERIC_KEY, InputScheme, Scheme, export_config
 from glm5_quant.model.shards import Spec, Written, shard_names, split_into_shards, write_shard
 from glm5_quant.model.verifying import check_structure
 
@@ -73,6 +73,7 @@ class _Inputs:
     tensors: Checkpoint
     linears: list[Linear]
     plan: ExportPlan
+    inputs: InputScheme
 
 
 def export(
@@ -167,7 +168,12 @@ def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
         tensors |= read_header(path)
     found = linears(source, family_of(source.config, file=source.config_file))
     parts = Checkpoint(journal.folder, {}, tensors, {}, Fp8Scheme())
-    return _Inputs(source=source, journal=journal, tensors=parts, linears=found, plan=make_plan(source, found, tensors))
+    plan = make_plan(source, found, tensors)
+    inputs = InputScheme.of_settings(journal.manifest.settings, file=journal.folder / "manifest.json")
+    faults = input_scales.header_faults({spec.name: spec for spec in plan.sidecar}, plan.packed, inputs.activations)
+    if faults:
+        raise UserError(faults[0], file=journal.folder, hint=_AGAIN)
+    return _Inputs(source=source, journal=journal, tensors=parts, linears=found, plan=plan, inputs=inputs)
 
 
 def _layer_files(journal: Journal) -> list[Path]:
@@ -243,12 +249,12 @@ def _write_small(inputs: _Inputs, layout: _Layout, files: Path) -> list[Written]
     plan, settings = inputs.plan, inputs.journal.manifest.settings
     weight_map = {spec.name: shard for shard, specs in layout.shards.items() for spec in specs}
     index = {"metadata": {"total_size": plan.tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    scheme = Scheme(symmetric=plan.symmetric, group_size=group_size(settings), ignore=plan.ignore)
+    scheme = Scheme(symmetric=plan.symmetric, group_size=group_size(settings), ignore=plan.ignore, inputs=inputs.inputs)
     protect = inputs.source.config.get(NUMERIC_KEY, sidecar.protects_numeric(settings, plan.sidecar))
     config = export_config(inputs.source.config, scheme, protect_numeric=bool(protect), untie=plan.untie)
     replaced = sorted(n for n, where in plan.origin.items() if where == "journal" and n in inputs.source.tensors)
     texts = {
-        sidecar.JSON_NAME: sidecar.describe(inputs.journal, layout.sidecar, replaced),
+        sidecar.JSON_NAME: sidecar.describe(inputs.journal, layout.sidecar, replaced, inputs.inputs),
         INDEX_NAME: index,
         staging.CONFIG_NAME: config,
     }

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from glm5_quant.kernels.layout import PackedMatrix, Shadow, block_count, from_codes, padded_k
+from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow, block_count, from_codes, padded_k
 from glm5_quant.model.build import build_empty, fill, fp32_patterns
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
+from glm5_quant.model.input_scales import read_scale, stacked
 from glm5_quant.model.modules import Compensation, PackedExperts, PackedLinear
-from glm5_quant.model.sidecar import open_sidecar
+from glm5_quant.model.scheme import InputScheme
+from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
 
 GROUP_SIZE = 64
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -35,7 +37,7 @@ _COMPENSATION = re.compile(r".*\blayers\.(\d+)\.compensation")
 @dataclass(frozen=True, kw_only=True)
 class LoadSummary:
     """What `load` built: `packed_count` INT4 matrices (each expert's three count), how many have shadows, which layers
-    are compensated. All zero for a source model."""
+    are compensated, what is done to the inputs of packed matrices. All zero or none for a source model."""
 
     packed_count: int
     packed_bytes: int
@@ -43,6 +45,7 @@ class LoadSummary:
     compensated_layers: tuple[int, ...]
     symmetric: bool | None
     dtype: torch.dtype
+    inputs: InputScheme
 
 
 def load(
@@ -103,6 +106,9 @@ class _Packer:
         self.plain = exported.plain_view
         self.family = family_of(self.plain.config)
         sidecar = open_sidecar(exported.checkpoint.folder)
+        faults = sidecar_faults(exported, sidecar)
+        if faults:
+            raise UserError(faults[0], file=exported.checkpoint.folder)
         self.extra: Checkpoint | None = sidecar[1] if sidecar else None
         self.shadow_count = self.packed_bytes = 0
         self.by_layer: dict[int, list[Linear]] = defaultdict(list)
@@ -163,7 +169,15 @@ class _Packer:
         parts = None if shadow is None else _shadow([shadow])
         packed = from_codes(codes_NK, grid.scale, grid.zero, shadow=parts, resident=self.resident)
         self.packed_bytes += _matrix_bytes(packed)
-        return packed
+        return replace(packed, inputs=self._inputs(lambda extra: read_scale(extra, name)))
+
+    def _inputs(self, scale_of: Callable[[Checkpoint], Tensor]) -> Inputs | None:
+        """What is done to the inputs of a matrix or stack; `scale_of` reads its channel scales where there are any."""
+        scheme = self.exported.scheme.inputs
+        if scheme.plain:
+            return None
+        scale = scale_of(self.extra) if scheme.activations == "int4-channel" and self.extra else None
+        return Inputs(hadamard=scheme.rotation == "full", activations=scheme.activations, channel_scale=scale)
 
     def _experts(self, empty: Any, members: list[Linear]) -> PackedExperts:
         """Gate and up (rows one after the other) and down of all experts, filled one matrix at a time."""
@@ -201,7 +215,9 @@ class _Packer:
                 places.append((linear.name, first))
                 first += linear.n
             shadows.append(self._shadow_rows(places, n))
-        packed = PackedMatrix(codes, scale, zero, n, k, _shadow(shadows), self.resident)
+        names = [[linear.name for linear in members] for members in experts]
+        inputs = self._inputs(lambda extra: stacked(extra, names))
+        packed = PackedMatrix(codes, scale, zero, n, k, _shadow(shadows), self.resident, inputs)
         self.packed_bytes += _matrix_bytes(packed)
         return packed
 
@@ -260,4 +276,5 @@ def _summary(
         compensated_layers=compensated,
         symmetric=exported.scheme.symmetric if exported else None,
         dtype=dtype,
+        inputs=exported.scheme.inputs if exported else InputScheme(),
     )

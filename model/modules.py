@@ -7,13 +7,14 @@ A experts a token chooses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from glm5_quant.kernels import dispatch
-from glm5_quant.kernels.layout import PackedMatrix, Shadow
+from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow
 
 
 class _PackedModule(nn.Module):
@@ -22,12 +23,12 @@ class _PackedModule(nn.Module):
     def __init__(self, backend: str | None) -> None:
         super().__init__()
         self.backend = backend
-        self._matrices: dict[str, tuple[int, int, str]] = {}
+        self._matrices: dict[str, tuple[int, int, str, Inputs | None]] = {}
         self._cache: dict[str, PackedMatrix] = {}
 
     def add_matrix(self, name: str, packed: PackedMatrix) -> None:
-        """Register the buffers of one matrix (or stack) under a name; a shadow comes along."""
-        self._matrices[name] = (packed.n, packed.k, packed.resident)
+        """Register the buffers of one matrix (or stack) under a name; shadow and channel scales come along."""
+        self._matrices[name] = (packed.n, packed.k, packed.resident, packed.inputs)
         parts = {"codes": packed.codes, "scale": packed.scale, "zero": packed.zero}
         if packed.shadow is not None:
             shadow = packed.shadow
@@ -35,16 +36,27 @@ class _PackedModule(nn.Module):
             parts |= {"shadow_offsets": shadow.offsets}
             if shadow.scale is not None:
                 parts["shadow_scale"] = shadow.scale
+        if packed.inputs is not None and packed.inputs.channel_scale is not None:
+            parts["channel_scale"] = packed.inputs.channel_scale
         for part, tensor in parts.items():
             self.register_buffer(f"{name}_{part}", tensor)
 
     def matrix(self, name: str) -> PackedMatrix:
         """The matrix made of this module's buffers as they are now."""
         if name not in self._cache:
-            n, k, resident = self._matrices[name]
+            n, k, resident, inputs = self._matrices[name]
             codes, scale, zero = (self.get_buffer(f"{name}_{part}") for part in ("codes", "scale", "zero"))
-            self._cache[name] = PackedMatrix(codes, scale, zero, n, k, self._shadow(name), resident)
+            if inputs is not None and inputs.channel_scale is not None:
+                inputs = replace(inputs, channel_scale=self.get_buffer(f"{name}_channel_scale"))
+            self._cache[name] = PackedMatrix(codes, scale, zero, n, k, self._shadow(name), resident, inputs)
         return self._cache[name]
+
+    def describe(self, name: str) -> str:
+        """Bits of weights, and what is done to the inputs of a matrix, for `repr`."""
+        inputs = self._matrices[name][3]
+        if inputs is None:
+            return "bits=4"
+        return f"bits=4, rotated={inputs.hadamard}, activations={inputs.activations}"
 
     def _shadow(self, name: str) -> Shadow | None:
         buffers = dict(self.named_buffers(recurse=False))
@@ -60,7 +72,10 @@ class _PackedModule(nn.Module):
 
 
 class PackedLinear(_PackedModule):
-    """A linear layer on packed codes: x [..., K] -> [..., N] in x's dtype, W4A16, bias in its own dtype."""
+    """A linear layer on packed codes: x [..., K] -> [..., N] in x's dtype, bias in its own dtype.
+
+    W4A16, unless the matrix says that its inputs are rotated or rounded first (`PackedMatrix.inputs`).
+    """
 
     bias: Tensor | None
 
@@ -74,7 +89,7 @@ class PackedLinear(_PackedModule):
         return dispatch.linear(x, self.matrix("weight"), self.bias, backend=self.backend)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bits=4"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.describe('weight')}"
 
 
 class PackedExperts(_PackedModule):
@@ -101,7 +116,7 @@ class PackedExperts(_PackedModule):
         return out_TD.reshape(hidden_states.shape)
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, activation={self.activation}, bits=4"
+        return f"num_experts={self.num_experts}, activation={self.activation}, {self.describe('gate_up')}"
 
 
 class Compensation(nn.Module):

@@ -13,6 +13,7 @@ from typing import Literal
 from glm5_quant.model.export_plan import SCALE
 from glm5_quant.model.exported import Exported
 from glm5_quant.model.families import FAMILIES
+from glm5_quant.model.scheme import OWN_FORMAT
 
 VLLM_GROUP_SIZES = (32, 64, 128)
 OWN_GROUP_SIZE = 64
@@ -38,10 +39,12 @@ def runtime_verdicts(
     """One verdict for each runtime. `features`: what the sidecar adds; `problems`: faults that `verify` found."""
     facts = _Facts.of(exported)
     fault = f"the folder is damaged: {problems[0]}" if problems else ""
-    ignored = f"reads the base only, without {', '.join(features)}" if features else ""
+    names = [f"{facts.activations} activations" if name == "activations" else name for name in features]
+    ignored = f"reads the base only, without {', '.join(names)}" if names else ""
+    library = facts.foreign_obstacle() or facts.ragged()
     verdicts = [
         _verdict("glm5-quant", fault or facts.own_obstacle(), "", "glm5_quant.model.load(folder)", "tested"),
-        _verdict("compressed-tensors", fault or facts.ragged(), ignored, "PackedQuantizationCompressor", "tested"),
+        _verdict("compressed-tensors", fault or library, ignored, "PackedQuantizationCompressor", "tested"),
         _verdict("transformers", fault or facts.transformers_obstacle(), ignored, facts.transformers_call(), "tested"),
         _verdict("vLLM", fault or facts.vllm_obstacle(), ignored, "vllm serve FOLDER", "rule"),
         _verdict("SGLang", fault or facts.sglang_obstacle(), ignored, "--model-path FOLDER", "rule"),
@@ -65,6 +68,8 @@ class _Facts:
     has_experts: bool
     ragged_modules: list[str]
     scale_dtypes: frozenset[str]
+    rotated: bool
+    activations: str
 
     @classmethod
     def of(cls, exported: Exported) -> _Facts:
@@ -76,12 +81,20 @@ class _Facts:
             has_experts=any(".experts." in module for module in exported.shapes),
             ragged_modules=[module for module, (_, k) in exported.shapes.items() if k % group],
             scale_dtypes=frozenset(exported.checkpoint.tensors[module + SCALE].dtype for module in exported.shapes),
+            rotated=exported.scheme.inputs.rotation == "full",
+            activations=exported.scheme.inputs.activations,
         )
 
     def own_obstacle(self) -> str:
         if self.model_type not in FAMILIES:
             return f"unknown model type {self.model_type}"
         return "" if self.group_size == OWN_GROUP_SIZE else f"blocks of {self.group_size}; our kernels compute 64"
+
+    def foreign_obstacle(self) -> str:
+        """Codes that expect rotated or rescaled inputs: other readers stop at the format's name."""
+        what = ["the inputs of every packed matrix are rotated at run time"] * self.rotated
+        what += ["activation scales are folded into the weights"] * (self.activations == "int4-channel")
+        return f"{' and '.join(what)}, which only glm5-quant computes (format {OWN_FORMAT})" if what else ""
 
     def ragged(self) -> str:
         if not self.ragged_modules:
@@ -93,8 +106,8 @@ class _Facts:
         )
 
     def transformers_obstacle(self) -> str:
-        if self.ragged_modules:
-            return self.ragged()
+        if obstacle := self.foreign_obstacle() or self.ragged():
+            return obstacle
         if self.model_type in OWN_TYPES:
             return f"model type {self.model_type} comes with glm5-quant; load it with glm5_quant.model.load"
         if self.has_experts and self.model_type in STACKED_TYPES:
@@ -108,8 +121,8 @@ class _Facts:
         return call + (")" if self.symmetric else ", quantization_config=CompressedTensorsConfig(dequantize=True))")
 
     def vllm_obstacle(self) -> str:
-        if self.ragged_modules:
-            return self.ragged()
+        if obstacle := self.foreign_obstacle() or self.ragged():
+            return obstacle
         if self.model_type in OWN_TYPES:
             return f"no vLLM model for {self.model_type}"
         if self.has_experts and self.model_type in STACKED_TYPES:

@@ -3,11 +3,15 @@
 One config group targets every `Linear`; the ignore list names exactly the modules whose 2-D weight is stored unpacked
 (routers, `kv_b_proj`, indexers, embeddings, head, the MTP layer), because servers build a packed module for each
 linear that is not listed. A tied head is listed too: it has no tensor of its own, but readers build it as a linear.
+
+Codes that are right only for rotated or rescaled inputs are stored under a format name of our own, in the scheme and in
+its group: every reader of `pack-quantized` then stops with an error instead of computing nonsense (docs/decisions).
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +22,8 @@ from glm5_quant.model.errors import UserError
 KEY = "quantization_config"
 STALE_KEYS = (KEY, "compression_config")
 FORMAT = "pack-quantized"
+OWN_FORMAT = "eampq-pack-quantized"
+INPUTS_KEY = "eampq_inputs"
 SCHEME = "eampq"
 SCHEME_KEY = "int4_quantization_scheme"
 NUMERIC_KEY = "protect_numeric_tokens"
@@ -36,8 +42,50 @@ class _Weights(_Record):
     dynamic: Literal[False] = False
 
 
+class InputScheme(BaseModel):
+    """What a runtime does to the inputs of every packed matrix before the dot, first the rotation, then the rounding.
+
+    rotation "full": the orthonormal 64-point Hadamard transform on each aligned block of 64 input channels (quant/
+    rotation.py); codes are of W R. activations: a format of quant/activation.py; with "int4-channel" codes are of
+    W diag(a), or of W R diag(a), and a is in the sidecar.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rotation: Literal["none", "full"] = "none"
+    activations: Literal["none", "int8", "int4-channel", "int4-block"] = "none"
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any], *, file: Path) -> InputScheme:
+        """From a journal's settings. A folded rotation is in the weights already and asks nothing of the runtime.
+
+        Raises:
+            UserError: a name that this package does not know.
+        """
+        quant = settings.get("quant", settings)
+        quant = quant if isinstance(quant, Mapping) else {}
+        rotation = quant.get("rotation") or "none"
+        values = {"rotation": "none" if rotation == "folded" else rotation}
+        try:
+            return cls.model_validate(values | {"activations": quant.get("activations") or "none"})
+        except ValidationError as error:
+            first = error.errors()[0]
+            item = f"settings.quant.{first['loc'][0]}"
+            raise UserError("unknown setting", file=file, item=item, found=first["input"]) from None
+
+    @property
+    def plain(self) -> bool:
+        """Whether inputs are taken as they are."""
+        return self == InputScheme()
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether codes are wrong for a reader that takes inputs as they are."""
+        return self.rotation == "full" or self.activations == "int4-channel"
+
+
 class _Group(_Record):
     targets: list[str]
+    format: Literal["pack-quantized", "eampq-pack-quantized"] | None = None
     weights: _Weights
     input_activations: None = None
     output_activations: None = None
@@ -45,17 +93,20 @@ class _Group(_Record):
 
 class _PackQuantized(_Record):
     quant_method: Literal["compressed-tensors"]
-    format: Literal["pack-quantized"]
+    format: Literal["pack-quantized", "eampq-pack-quantized"]
     config_groups: dict[str, _Group] = Field(min_length=1, max_length=1)
     ignore: list[str] = []
+    eampq_inputs: InputScheme = InputScheme()
 
 
 class Scheme(_Record):
-    """How an export stores its quantized matrices: asymmetric or not, inputs a block, modules stored unpacked."""
+    """How an export stores its quantized matrices: asymmetric or not, inputs a block, modules stored unpacked, and what
+    the codes expect to be done to their inputs."""
 
     symmetric: bool
     group_size: int
     ignore: list[str]
+    inputs: InputScheme = InputScheme()
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
@@ -68,15 +119,23 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
         "group_size": scheme.group_size,
         "dynamic": False,
     }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    own = scheme.inputs.changes_weights
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        **({"format": OWN_FORMAT} if own else {}),
+    }
     return {
         "quant_method": "compressed-tensors",
-        "format": FORMAT,
+        "format": OWN_FORMAT if own else FORMAT,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": scheme.ignore,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
+        **({} if scheme.inputs.plain else {INPUTS_KEY: scheme.inputs.model_dump()}),
     }
 
 
@@ -111,7 +170,7 @@ def read_scheme(config: dict[str, Any], *, file: Path) -> Scheme | None:
     """The scheme of an export's config; None where the model is not quantized by this format.
 
     Raises:
-        UserError: config.json says pack-quantized in a form that this package does not compute.
+        UserError: config.json says pack-quantized, or our own variant of it, in a form this package does not compute.
     """
     found = config.get(KEY)
     if not isinstance(found, dict) or found.get("quant_method") != "compressed-tensors":
@@ -125,7 +184,18 @@ def read_scheme(config: dict[str, Any], *, file: Path) -> Scheme | None:
             "quantization that this package does not compute", file=file, item=item, found=first["msg"]
         ) from None
     (group,) = parsed.config_groups.values()
-    return Scheme(symmetric=group.weights.symmetric, group_size=group.weights.group_size, ignore=parsed.ignore)
+    inputs, formats = parsed.eampq_inputs, {parsed.format, group.format or parsed.format}
+    expected = OWN_FORMAT if inputs.changes_weights else FORMAT
+    if formats != {expected}:
+        raise UserError(
+            "the format's name and what the codes expect of their inputs disagree",
+            file=file,
+            item=f"{KEY}.format",
+            found=", ".join(sorted(formats)),
+            expected=f"{expected}, since {INPUTS_KEY} is {inputs.model_dump()}",
+        )
+    weights = group.weights
+    return Scheme(symmetric=weights.symmetric, group_size=weights.group_size, ignore=parsed.ignore, inputs=inputs)
 
 
 def _nested(config: dict[str, Any]) -> list[dict[str, Any]]:

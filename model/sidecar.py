@@ -5,8 +5,11 @@
 
 Tensors, for a quantized linear M and a decoder layer P (`model.layers.12`); S shadow columns, N out, D hidden:
 
-    M.shadow_index int32 [S]        input columns whose error is added back: y += residual @ x[S]
+    M.shadow_index int32 [S]        input columns whose error is added back: y += residual @ x[S], of the inputs x that
+                                    M's codes see: rotated, divided by M.activation_scale and rounded, where so declared
     M.shadow_weight [N, S]          float16, or int8 with M.shadow_scale float32 [S]
+    M.activation_scale float32 [K]  divisors of M's inputs in mode int4-channel, folded into its columns already; equal
+                                    for the gate and up projections of one expert, which read the same input
     P.compensation float32 [D]      added to the layer's output times P.compensation_gain float32 scalar
     numeric_token_ids int64 [V]     vocabulary entries made of digits, separators, percent or currency signs
 """
@@ -21,9 +24,12 @@ from pydantic import BaseModel, ConfigDict
 
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.exported import Exported
 from glm5_quant.model.fp8 import Fp8Scheme
+from glm5_quant.model.input_scales import header_faults
 from glm5_quant.model.journal import SIDECAR_PREFIX, Journal, read_model
 from glm5_quant.model.safetensors_header import read_header
+from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.shards import Spec
 
 PREFIX = SIDECAR_PREFIX
@@ -37,7 +43,9 @@ KINDS = {
     "compensation": "compensation",
     "compensation_gain": "compensation",
     "numeric_token_ids": "numeric_tokens",
+    "activation_scale": "activations",
 }
+FEATURES = frozenset({*KINDS.values(), "rotation", "activations"})
 
 
 class TensorRecord(BaseModel):
@@ -50,8 +58,9 @@ class TensorRecord(BaseModel):
 
 
 class SidecarRecord(BaseModel):
-    """`eampq.json`. `features` names what the runtime must know to compute right; `replaced` the plain tensors that
-    differ from the source's; `modules` what every matrix cost."""
+    """`eampq.json`. `features` names what the runtime must know to compute right; `inputs` says what it does to the
+    inputs of packed matrices; `replaced` names the plain tensors that differ from the source's; `modules` what every
+    matrix cost."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     format: Literal["eampq"] = "eampq"
@@ -61,18 +70,23 @@ class SidecarRecord(BaseModel):
     data: dict[str, Any]
     settings: dict[str, Any]
     features: list[str]
+    inputs: InputScheme = InputScheme()
     replaced: list[str]
     tensors: dict[str, TensorRecord]
     modules: dict[str, dict[str, Any]]
 
 
-def features(names: Iterable[str]) -> list[str]:
-    """What the tensors stand for; a kind this version does not know stands for itself."""
+def features(names: Iterable[str], inputs: InputScheme) -> list[str]:
+    """What tensors and input scheme stand for; a kind of tensor this version does not know stands for itself."""
     endings = {name.rsplit(".", 1)[-1] for name in names}
-    return sorted({KINDS.get(ending, ending) for ending in endings})
+    found = {KINDS.get(ending, ending) for ending in endings}
+    found |= {name for name in ("rotation", "activations") if getattr(inputs, name) != "none"}
+    return sorted(found)
 
 
-def describe(journal: Journal, shards: Mapping[str, list[Spec]], replaced: list[str]) -> dict[str, Any]:
+def describe(
+    journal: Journal, shards: Mapping[str, list[Spec]], replaced: list[str], inputs: InputScheme
+) -> dict[str, Any]:
     """The content of eampq.json. Names no path of the machine that made it."""
     manifest = journal.manifest
     tensors = {
@@ -91,12 +105,23 @@ def describe(journal: Journal, shards: Mapping[str, list[Spec]], replaced: list[
         source=manifest.source.model_dump(exclude={"folder"}),
         data=manifest.data.model_dump(exclude={"name"}),
         settings=manifest.settings,
-        features=features(tensors),
+        features=features(tensors, inputs),
+        inputs=inputs,
         replaced=replaced,
         tensors=dict(sorted(tensors.items())),
         modules=modules,
     )
     return record.model_dump()
+
+
+def sidecar_faults(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
+    """Where an export's config and its sidecar disagree on what is done to inputs, or channel scales are missing."""
+    inputs = exported.scheme.inputs
+    faults = header_faults(opened[1].tensors if opened else {}, exported.shapes, inputs.activations)
+    if opened and opened[0].inputs != inputs:
+        here, there = inputs.model_dump(), opened[0].inputs.model_dump()
+        faults.insert(0, f"config.json says of the inputs {here}, {JSON_NAME} says {there}")
+    return faults
 
 
 def protects_numeric(settings: Mapping[str, Any], specs: Iterable[Spec]) -> bool:
@@ -119,7 +144,7 @@ def open_sidecar(folder: Path) -> tuple[SidecarRecord, Checkpoint] | None:
     if record.version > VERSION:
         hint = "Update glm5-quant"
         raise UserError("sidecar of a newer version", file=path, found=record.version, expected=VERSION, hint=hint)
-    unknown = sorted(set(record.features) - set(KINDS.values()))
+    unknown = sorted(set(record.features) - FEATURES)
     if unknown:
         raise UserError("the sidecar needs what this version cannot compute", file=path, found=", ".join(unknown))
     tensors: dict[str, TensorInfo] = {}

@@ -21,10 +21,10 @@ from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, read_linear
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
+from glm5_quant.model.input_scales import read_scale, value_faults
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
 from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY
-from glm5_quant.model.sidecar import SidecarRecord, open_sidecar
-from glm5_quant.quant.grid import dequantize
+from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults
 
 DEFAULT_SAMPLES = 32
 OUTLIER_RATIO = 3.0
@@ -85,10 +85,9 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
     checkpoint = open_checkpoint(folder)
     structure = check_structure(checkpoint)
     problems, warnings = list(structure.problems), list(_mtp_warnings(checkpoint))
-    record: SidecarRecord | None = None
+    opened: tuple[SidecarRecord, Checkpoint] | None = None
     try:
         opened = open_sidecar(checkpoint.folder)
-        record = opened[0] if opened else None
     except UserError as error:
         problems.append(str(error))
     found: tuple[SampledError, ...] = ()
@@ -96,13 +95,15 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
     exported = structure.exported
     if exported is not None:
         problems += _value_problems(exported)
+        faulty = _sidecar_problems(exported, opened)
+        problems += faulty
         if source is not None:
             original = open_checkpoint(source)
-            compared, faults = _compare(exported, original, record)
+            compared, faults = _compare(exported, original, opened[0] if opened else None)
             problems += faults
-            found, remarks = _sample(exported, original, record, samples)
+            found, remarks = _sample(exported, original, opened, 0 if faulty else samples)
             warnings += remarks
-    features = tuple(record.features) if record else ()
+    features = tuple(opened[0].features) if opened else ()
     return VerifyReport(
         folder=checkpoint.folder,
         problems=tuple(problems),
@@ -207,6 +208,14 @@ def _value_problems(exported: Exported) -> Iterator[str]:
             yield f"{module}{SCALE}: not above zero at {where}"
 
 
+def _sidecar_problems(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
+    faults = sidecar_faults(exported, opened)
+    if not faults and opened is not None:
+        plain = exported.plain_view
+        faults = value_faults(opened[1], linears(plain, family_of(plain.config, file=plain.config_file)))
+    return faults
+
+
 def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | None) -> tuple[int, list[str]]:
     """Every tensor of the source is here, packed or bit-equal, unless it was replaced on purpose."""
     checkpoint, problems, compared = exported.checkpoint, [], 0
@@ -236,26 +245,28 @@ def _linears_of(original: Checkpoint) -> list[Linear]:
 
 
 def _sample(
-    exported: Exported, original: Checkpoint, record: SidecarRecord | None, count: int
+    exported: Exported, original: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None, count: int
 ) -> tuple[tuple[SampledError, ...], list[str]]:
-    """Errors of `count` matrices evenly spread over the model, and what to say about them."""
-    rotation = ((record.settings.get("quant") or {}).get("rotation") or "none") if record else "none"
-    if rotation != "none" and record is not None and record.replaced:
+    """Errors of `count` matrices evenly spread over the model, and what to say about them. What is done to inputs at
+    run time is taken back; a rotation folded into the weights changed the source's matrices for good."""
+    if opened and (opened[0].settings.get("quant") or {}).get("rotation") == "folded":
         return (), ["weights are rotated: they are not comparable with the source one by one"]
+    extra = opened[1] if opened else None
     candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
     chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]
     if len(candidates) <= count:
         chosen = candidates
-    errors = [(linear.name, _relative_error(exported, original, linear)) for linear in chosen]
+    errors = [(linear.name, _relative_error(exported, extra, original, linear)) for linear in chosen]
     limit = max(OUTLIER_FLOOR, OUTLIER_RATIO * statistics.median(e for _, e in errors)) if errors else OUTLIER_FLOOR
     samples = tuple(SampledError(module=name, error=error, outlier=error > limit) for name, error in errors)
     return samples, [f"{s.module}: relative error {s.error:.3f}, far above the rest" for s in samples if s.outlier]
 
 
-def _relative_error(exported: Exported, original: Checkpoint, linear: Linear) -> float:
+def _relative_error(exported: Exported, extra: Checkpoint | None, original: Checkpoint, linear: Linear) -> float:
     weight_NK = read_linear(original, linear, torch.float32)
-    codes_NK, grid = exported.read(linear.name)
-    difference = torch.linalg.vector_norm(dequantize(codes_NK, grid) - weight_NK)
+    folded = exported.scheme.inputs.activations == "int4-channel"
+    scale_K = read_scale(extra, linear.name) if folded and extra is not None else None
+    difference = torch.linalg.vector_norm(exported.weight(linear.name, scale_K) - weight_NK)
     size = torch.linalg.vector_norm(weight_NK)
     return float(difference / size) if size > 0 else (0.0 if difference == 0 else float("inf"))
 
