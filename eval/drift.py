@@ -90,11 +90,11 @@ class Reader:
     runner: Runner | None
     new_cache: Callable[[], Any]
 
-    def step(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Logits [1, C, V] of the next tokens."""
+    def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [1, C, V] of the next tokens, or only those at `keep`."""
         if self.runner is None:
             raise ValueError(f"{self.name} is no longer held")
-        return self.runner.step(ids, cache)
+        return self.runner.step(ids, cache, keep)
 
 
 def measure_drift(
@@ -128,9 +128,9 @@ def measure_drift(
                 number += 1
                 for reader, cache, drift in zip(exports, caches[1:], found, strict=True):
                     if drift.invalid is None:
-                        logits = reader.step(ids, cache)
+                        logits = reader.step(ids, cache, _before(at - start))
                         if reference is not None:
-                            scores = compare_with(reference, logits, *_places(at - start))
+                            scores = compare_with(reference, logits, *_places(len(at)))
                             _note(drift, scores, track, at, marker, index)
                 if reference is not None:
                     _note(base, against_itself(reference), track, at, marker, index)
@@ -152,8 +152,14 @@ def _chunks(track: Track, size: int) -> Iterator[tuple[int, torch.Tensor, NDArra
         yield start, torch.from_numpy(track.ids[None, start:stop]), at
 
 
-def _places(offsets: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(len(offsets), dtype=torch.int64), torch.from_numpy(offsets)
+def _before(offsets: NDArray[np.int64]) -> torch.Tensor:
+    """Places in the chunk whose logits predict the tokens at `offsets`."""
+    return torch.from_numpy(offsets - 1)
+
+
+def _places(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and positions of `count` kept logits, as `compare` wants them: the logits of position p stand at p - 1."""
+    return torch.zeros(count, dtype=torch.int64), torch.arange(1, count + 1)
 
 
 def _reference(
@@ -169,12 +175,12 @@ def _reference(
     digest = torch.cat([ids[0], torch.from_numpy(targets)])
     if kept is not None and kept.has(number):
         return kept.read(number, digest) if len(targets) else None
-    logits = source.step(ids, cache)
+    logits = source.step(ids, cache, _before(offsets))
     if not len(targets):
         if kept is not None:
             kept.mark_empty(number)
         return None
-    scores = score_source(logits, torch.from_numpy(targets), *_places(offsets))
+    scores = score_source(logits, torch.from_numpy(targets), *_places(len(offsets)))
     return scores if kept is None else kept.write(number, digest, scores)
 
 

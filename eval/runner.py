@@ -25,6 +25,7 @@ class Runner:
         names = set() if self._is_plain else set(inspect.signature(model.forward).parameters)
         # transformers renamed the argument in 5.24; models outside it may still use the old name.
         self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._keeps = "logits_to_keep" in names
         if hasattr(model, "eval"):
             model.eval()
 
@@ -62,16 +63,23 @@ class Runner:
         return output
 
     @torch.inference_mode()
-    def step(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Logits [1, T, V] of the next T tokens after those `cache` already holds; the cache grows by T."""
+    def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [1, T, V] of the next T tokens after those `cache` already holds; the cache grows by T.
+
+        keep int64 [K]: only the logits at these of the T places are wanted, [1, K, V]; the head is spared the others.
+        """
         self.tokens += ids.numel()
         if self._is_plain:
-            return torch.as_tensor(cache.extend(self.model, ids))
+            whole = torch.as_tensor(cache.extend(self.model, ids))
+            return whole if keep is None else whole[:, keep]
         seen = cache.get_seq_length()
         positions = torch.arange(seen, seen + ids.shape[1], device=self.device)[None]
         arguments = {self._cache_name: cache, "use_cache": True, "position_ids": positions}
+        spared = keep is not None and self._keeps
+        if spared and keep is not None:
+            arguments["logits_to_keep"] = keep.to(self.device)
         output: torch.Tensor = self.model(input_ids=ids.to(self.device), **arguments).logits
-        return output
+        return output if keep is None or spared else output[:, keep.to(output.device)]
 
 
 class PlainCache:

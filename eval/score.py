@@ -94,6 +94,8 @@ def score(
                 else:
                     outcome.invalid = _invalid(outcome.name, batch, rows, bad)
         seen(len(batch.windows))
+        # The next batch's probabilities should not have to share memory with this one's.
+        del reference
     return base, passes
 
 

@@ -195,3 +195,24 @@ def test_a_source_alone_gives_its_perplexity() -> None:
     result = evaluate(uniform(), [], [list(range(40))])
     assert result.source_slices[0].perplexity.value == pytest.approx(256, rel=1e-6)
     assert "256" in to_table(result)
+
+
+def test_logits_of_a_window_are_dropped_before_the_next_one_is_read() -> None:
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(Bigram):
+        def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            gc.collect()
+            held.append(sum(ref() is not None for ref in alive))
+            found = super().__call__(ids, mask)
+            alive.append(weakref.ref(found))
+            return found
+
+    held: list[int] = []
+    models = [Watched(random_bigram(seed).log_table) for seed in range(3)]
+    evaluate(models[0], models[1:], [list(range(32)) * 8], window=17, diagnose=0, draws=20)
+    assert len(held) == 48
+    assert max(held) <= 1
