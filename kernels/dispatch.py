@@ -58,6 +58,8 @@ def experts(
     the gate's rows first; down: E x D x I. Returns [T, D] in x's dtype. ValueError names what does not fit.
     """
     _check_experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
+    if backend is None and (_scaled_by_expert(gate_up) or _scaled_by_expert(down)):
+        backend = "reference"
     chosen = choose_backend(x_TD, gate_up, backend)
     if chosen == "triton":
         out_TD: Tensor = _triton("experts_triton").experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
@@ -95,6 +97,12 @@ def has_triton() -> bool:
 
 def _triton(name: str) -> Any:
     return import_module(f"glm5_quant.kernels.{name}")
+
+
+def _scaled_by_expert(packed: PackedMatrix) -> bool:
+    """Whether each expert divides its inputs by channel scales of its own, which only the reference computes."""
+    scale = None if packed.inputs is None else packed.inputs.channel_scale
+    return scale is not None and scale.ndim == 2
 
 
 def _integer(packed: PackedMatrix) -> bool:

@@ -154,7 +154,9 @@ def _experts(x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedM
     down_config = config_for("down", per_expert, down.n, down.k)
     if down_config.block_t != config.block_t:
         raise ValueError(f"gate_up and down share their tiles, found {config.block_t} and {down_config.block_t} tokens")
-    parts_PD = down_weighted(transform(hidden_PI, down.inputs), weight_TA, tiles, down, down_config)
+    if down.inputs is not None:  # without the padding, which is no part of a ragged last block
+        hidden_PI[:, : down.k] = transform(hidden_PI[:, : down.k], down.inputs)
+    parts_PD = down_weighted(hidden_PI, weight_TA, tiles, down, down_config)
     out_TD = x_TD.new_empty(x_TD.shape[0], down.n)
     combine(parts_PD, index_TA, count, out_TD)
     return out_TD
