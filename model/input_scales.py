@@ -40,10 +40,10 @@ def header_faults(
 
 def value_faults(extra: Checkpoint, linears: Iterable[Linear]) -> list[str]:
     """Scales that are not finite or not above zero, and gate and up projections of an expert that do not share them."""
-    faults, by_expert = [], defaultdict[tuple[str, int | None], list[str]](list)
+    faults, by_expert = [], defaultdict[tuple[int, int], list[str]](list)
     for linear in linears:
         if linear.expert is not None and linear.role in ("gate", "up") and linear.name + ENDING in extra.tensors:
-            by_expert[linear.module, linear.expert].append(linear.name)
+            by_expert[linear.layer, linear.expert].append(linear.name)
     for name in (name for name in extra.tensors if name.endswith(ENDING)):
         try:
             read_scale(extra, name.removesuffix(ENDING))
