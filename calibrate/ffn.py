@@ -16,6 +16,8 @@ from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
 Solve = Callable[[list[Linear], list[Tensor], Evidence], list[Tensor]]
+# Sees a network's outputs, before the router's weights: its down-projection, the tokens' indices, outputs, weights.
+Watch = Callable[[Linear, Tensor | int, Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +54,14 @@ class Network:
 class Streams:
     """Inputs and outputs of the feed-forward block in both streams, [all tokens, D]. `out` is added to in place.
 
-    `source_x` is None when only the quantized stream is followed.
+    `source_x` is None when only the quantized stream is followed; it may hold the tokens from `source_from` on only.
     """
 
     x: Tensor
     out: Tensor
     source_x: Tensor | None = None
     source_out: Tensor | None = None
+    source_from: int = 0
 
 
 def solve_network(
@@ -72,6 +75,7 @@ def solve_network(
     chunk_tokens: int,
     keep_bytes: int,
     dtype: torch.dtype,
+    watch: Watch | None = None,
 ) -> None:
     """Solve gate and up on one set of moments, run them, solve down on what comes out, add the output to `streams`.
 
@@ -108,9 +112,13 @@ def solve_network(
     for number, part in enumerate(_parts(routed, chunk_tokens)):
         hidden, source_hidden, index = kept[number] if keep else run(part, tokens.index_T)
         scale = _slice(tokens.scale_T, part)
-        _add(streams.out, index, linear(hidden, solved_down, None, dtype), scale)
+        out = linear(hidden, solved_down, None, dtype)
+        _add(streams.out, index, out, scale)
         if source_hidden is not None and streams.source_out is not None:
-            _add(streams.source_out, index, linear(source_hidden, source_down, None, dtype), scale)
+            out = linear(source_hidden, source_down, None, dtype)
+            _add(streams.source_out, _followed(streams, index), out, scale)
+        if watch is not None:
+            watch(network.down, index, out, scale)
 
 
 def _parts(count: int, size: int) -> list[slice]:
@@ -124,11 +132,25 @@ def _slice(values: Tensor | None, part: slice) -> Tensor | None:
 def _take(streams: Streams, index_T: Tensor | None, part: slice) -> tuple[Tensor, Tensor | None, Tensor | int]:
     """Rows of both inputs for one part of the tokens, and where they stand among all tokens."""
     if index_T is None:
-        source = None if streams.source_x is None else streams.source_x[part]
+        source = None
+        if streams.source_x is not None:
+            source = streams.source_x[
+                max(part.start - streams.source_from, 0) : max(part.stop - streams.source_from, 0)
+            ]
         return streams.x[part], source, part.start
     index = index_T[part]
-    source = None if streams.source_x is None else streams.source_x.index_select(0, index)
-    return streams.x.index_select(0, index), source, index
+    if streams.source_x is None:
+        return streams.x.index_select(0, index), None, index
+    followed = _followed(streams, index)
+    assert isinstance(followed, Tensor)
+    return streams.x.index_select(0, index), streams.source_x.index_select(0, followed), index
+
+
+def _followed(streams: Streams, index: Tensor | int) -> Tensor | int:
+    """Where tokens stand in the source stream; those before it are left out."""
+    if isinstance(index, int):
+        return max(index - streams.source_from, 0)
+    return index[index >= streams.source_from] - streams.source_from
 
 
 def _add(out: Tensor, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:

@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.coverage import Routed, by_expert
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
 from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
 from glm5_quant.calibrate.stream import scratch
 from glm5_quant.calibrate.taps import Handler, Keep, Recorder, Replay, Solver, StageReached, Tap, install, swapped
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.families import Linear, read_linear
+from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord
 from glm5_quant.model.layers import LayerRunner
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
@@ -36,8 +39,9 @@ Side = dict[int, Tensor]
 class Context:
     """What every layer needs, owned by the run.
 
-    `chunks` are ranges of windows that go through a layer together; `token_weight_T` is each token's numeric weight or
-    None; `dtype` is that of matrix products with weights (statistics and sums are float32).
+    `chunks` are ranges of windows that go through a layer together; the source stream follows the windows from
+    `source_first` on; `token_weight_T` is each token's numeric weight or
+    None; `dtype` is the one layers run in and hidden states are kept in (statistics and sums are float32).
     """
 
     checkpoint: Checkpoint
@@ -51,20 +55,32 @@ class Context:
     chunk_tokens: int
     keep_bytes: int
     activation: Callable[[Tensor], Tensor]
+    source_first: int = 0
+    shadowed: frozenset[str] = frozenset()
     scratch_folder: Path | None = None
     token_weight_T: Tensor | None = None
     kwargs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
-    def scratch(self, shape: tuple[int, ...]) -> Tensor:
-        """A float32 buffer of zeros for all tokens; on disk where memory is short."""
-        return scratch(self.scratch_folder, shape).to(self.settings.device)
+    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A buffer of zeros for all tokens; on disk where memory is short."""
+        return scratch(self.scratch_folder, shape, dtype).to(self.settings.device)
+
+    def chunks_of(self, name: str) -> list[tuple[int, int]]:
+        """The chunks as ranges of a stream's own windows."""
+        first = self.source_first if name == "source" else 0
+        return [(max(start - first, 0), stop - first) for start, stop in self.chunks if stop > first]
+
+    @property
+    def held_windows(self) -> int:
+        """How many windows, the last ones, are held out. At least one window is fitted on."""
+        windows = len(self.ids_WT)
+        return min(int(windows * self.settings.held_out), windows - 1)
 
     @property
     def held_from(self) -> int:
-        """First held-out token's index. At least one window is fitted on."""
+        """First held-out token's index."""
         windows, seqlen = self.ids_WT.shape
-        held = min(int(windows * self.settings.held_out), windows - 1)
-        return (windows - held) * seqlen
+        return (windows - self.held_windows) * seqlen
 
     @property
     def two_streams(self) -> bool:
@@ -99,9 +115,14 @@ class Passed:
 
 @dataclass(kw_only=True)
 class LayerOutcome:
-    """A solved layer: what goes to the journal, and the side values of both streams for the next layer."""
+    """A solved layer: what goes to the journal, and the side values of both streams for the next layer.
+
+    `shadows` are the tensors of the candidates file.
+    """
 
     result: LayerResult
+    shadows: dict[str, Tensor]
+    compensation: CompensationRecord | None
     coverage: list[int] | None
     side: dict[str, Side]
 
@@ -114,12 +135,15 @@ class LayerSolver:
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
         self.result = LayerResult()
+        self.shadows = ShadowFinder(config=context.settings.quant, names=context.shadowed)
         # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
         self.solve: Callable[..., list[Tensor]] = partial(
             solve_group, config=context.settings.quant, scale_dtype=context.scale_dtype, result=self.result
         )
+        if context.shadowed:
+            self.solve = partial(self.solve, shadows=self.shadows)
 
     @torch.no_grad()
     def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
@@ -128,7 +152,11 @@ class LayerSolver:
         setattr(self.module, self.family.attention_path, nn.Identity())
         coverage, replays = self._feed_forward(passed)
         side = {name: self._advance(name, passed[name], replays[name], outputs[name]) for name in self.inputs}
-        return LayerOutcome(result=self.result, coverage=coverage, side=side)
+        compensation = self._compensate(outputs)
+        shadows = self.shadows.tensors(outputs["source" if "source" in outputs else "quantized"])
+        return LayerOutcome(
+            result=self.result, shadows=shadows, compensation=compensation, coverage=coverage, side=side
+        )
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +205,9 @@ class LayerSolver:
             if not single and "source" in self.inputs and len(solver.solved) < len(taps):
                 _set_handler(taps, recorder)
                 recorder.reset()
-                self._forward("source", chunk)
+                first = context.source_first
+                if chunk[1] > first:
+                    self._forward("source", (max(chunk[0] - first, 0), chunk[1] - first))
                 current["inputs"] = recorder.inputs
             _set_handler(taps, solver)
 
@@ -194,9 +224,12 @@ class LayerSolver:
     ) -> Passed:
         """Run one stream's attention over all chunks. A stage that stops a chunk still lets the others be collected."""
         hidden = self.inputs[name]
-        passed = Passed(attention=self.context.scratch(hidden.shape), mlp_in=self.context.scratch(hidden.shape))
+        passed = Passed(
+            attention=self.context.scratch(hidden.shape, hidden.dtype),
+            mlp_in=self.context.scratch(hidden.shape, hidden.dtype),
+        )
         stopped = False
-        for number, chunk in enumerate(self.context.chunks):
+        for number, chunk in enumerate(self.context.chunks_of(name)):
             before(chunk)
             try:
                 attention, mlp_in = self._forward(name, chunk)
@@ -224,7 +257,7 @@ class LayerSolver:
         return attention[0], keep.calls[0][0]
 
     def _layer(self, name: str, chunk: tuple[int, int]) -> tuple[Tensor, Any]:
-        number = self.context.chunks.index(chunk)
+        number = self.context.chunks_of(name).index(chunk)
         hidden = self.inputs[name][chunk[0] : chunk[1]]
         kwargs = self.context.layer_kwargs(self.index, chunk[1] - chunk[0])
         return self.context.runner.run_layer(self.module, hidden, kwargs, self.side[name].get(number))
@@ -263,12 +296,13 @@ class LayerSolver:
         self, jobs: Iterable[tuple[Network, Tokens]], flat: dict[str, Tensor], pool: Evidence | None = None
     ) -> dict[str, Tensor]:
         """Solve networks one after the other; the sum of their outputs by stream, [T, D]."""
-        outputs = {name: self.context.scratch(x.shape) for name, x in flat.items()}
+        outputs = {name: self.context.scratch(x.shape, torch.float32) for name, x in flat.items()}
         streams = Streams(
             x=flat["quantized"],
             out=outputs["quantized"],
             source_x=flat.get("source"),
             source_out=outputs.get("source"),
+            source_from=self.context.source_first * self.context.ids_WT.shape[1],
         )
         for network, tokens in jobs:
             solve_network(
@@ -281,6 +315,7 @@ class LayerSolver:
                 chunk_tokens=self.context.chunk_tokens,
                 keep_bytes=self.context.keep_bytes,
                 dtype=self.context.dtype,
+                watch=self.shadows.watch,
             )
         return outputs
 
@@ -312,7 +347,7 @@ class LayerSolver:
         pool = self.context.evidence(flat["quantized"].shape[-1], len(flat["quantized"]))
         for start in range(0, len(flat["quantized"]), self.context.chunk_tokens):
             part = slice(start, start + self.context.chunk_tokens)
-            source = flat["source"][part] if "source" in flat else None
+            source = flat["source"][part] if "source" in flat else None  # both follow all windows where experts are
             pool.add(flat["quantized"][part], source, start)
         return pool
 
@@ -336,7 +371,7 @@ class LayerSolver:
         """Run the layer once more with everything solved replayed: residuals, norms and scalings are its own code's."""
         side: Side = {}
         seqlen = self.context.ids_WT.shape[1]
-        for number, chunk in enumerate(self.context.chunks):
+        for number, chunk in enumerate(self.context.chunks_of(name)):
             tokens = slice(chunk[0] * seqlen, chunk[1] * seqlen)
             attention = passed.attention[chunk[0] : chunk[1]]
             changes: dict[str, nn.Module] = {path: Replay(out[tokens]) for path, out in outputs.items()}
@@ -347,6 +382,17 @@ class LayerSolver:
             if values is not None:
                 side[number] = values
         return side
+
+    def _compensate(self, outputs: dict[str, Tensor]) -> CompensationRecord | None:
+        """Fit this layer's compensation, and add it to the quantized stream as the runtime will."""
+        if not (self.context.settings.quant.compensation and self.context.two_streams):
+            return None
+        found = fit_compensation(self.inputs, outputs, self.context.held_windows)
+        if found is None:
+            return None
+        found.apply(outputs["quantized"])
+        self.result.tensors |= found.tensors(f"{SIDECAR_PREFIX}model.layers.{self.index}")
+        return found.record
 
 
 def _set_handler(taps: dict[str, Tap], handler: Handler) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
 from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
 from glm5_quant.quant.rounding import SLICE_WEIGHTS
 
 _F32 = 4
+SOURCE_TOKENS_PER_CHANNEL = 12
 # torch, transformers and the interpreter themselves, measured as resident memory after import.
 INTERPRETER_BYTES = 600 * 2**20
 # Matrices of K x K alive at the worst moment: H, its sum, H shrunk, permuted, factored, and the factor.
@@ -62,6 +64,17 @@ class Plan:
     def chunks(self, windows: int) -> list[tuple[int, int]]:
         """Ranges of windows that go through a layer together."""
         return [(i, min(i + self.chunk_windows, windows)) for i in range(0, windows, self.chunk_windows)]
+
+    def source_windows(self, windows: int) -> int:
+        """How many windows, the last ones, the source stream follows beside the quantized one.
+
+        All of them where there are experts: both streams replay the source's routing. In a dense model the gap between
+        the streams is known well enough from SOURCE_TOKENS_PER_CHANNEL tokens for each input of the widest linear.
+        """
+        if self.experts:
+            return windows
+        widest = max(item.k for items in self.by_layer.values() for item in items if item.k <= LARGEST_HESSIAN)
+        return min(windows, -(-SOURCE_TOKENS_PER_CHANNEL * widest * windows // self.tokens))
 
     def refuse_impossible(self) -> None:
         """Raise `UserError` for what cannot work: too little memory or disk."""
@@ -116,7 +129,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         source_bytes=sum(i.nbytes for i in checkpoint.tensors.values()),
         quantized_weights=weights,
         export_bytes=packed + kept,
-        journal_bytes=packed,
+        journal_bytes=packed + candidate_bytes(shadowed(items, family), settings.quant.shadow_budget),
         stream_bytes=2 * streams * tokens * hidden * _F32 + cut.scratch_bytes,
         peak_memory_bytes=cut.peak_bytes,
         memory_cap_bytes=cap,

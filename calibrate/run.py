@@ -20,10 +20,12 @@ from torch import Tensor
 
 from glm5_quant import __version__
 from glm5_quant.calibrate.data import Packed, pack_windows
+from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
 from glm5_quant.calibrate.plan import Plan, make_plan
 from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
+from glm5_quant.calibrate.shadows import shadowed
 from glm5_quant.calibrate.stream import NAMES, Stream
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -103,7 +105,7 @@ def calibrate(
     manifest = _manifest(checkpoint, dataset, packed, settings, plan)
     journal = _open_or_start(work_folder(work_dir), manifest, resume, overwrite)
     reused = len(journal.finished())
-    if reused < manifest.layers:
+    if not journal.complete:
         _Run(checkpoint, journal, settings, plan, packed.ids, progress, should_stop).run(reused)
     return build_report(
         journal,
@@ -128,8 +130,10 @@ class _Run:
         progress: Progress | None,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.journal, self.progress, self.should_stop = journal, progress, should_stop
-        runner = LayerRunner(checkpoint, plan.family)
+        self.checkpoint, self.journal, self.progress, self.should_stop = checkpoint, journal, progress, should_stop
+        dtype = run_dtype(checkpoint.dtype, settings.device)
+        runner = LayerRunner(checkpoint, plan.family, dtype)
+        self.offering = shadowed((item for items in plan.by_layer.values() for item in items), plan.family)
         self.context = Context(
             checkpoint=checkpoint,
             runner=runner,
@@ -138,26 +142,39 @@ class _Run:
             ids_WT=ids_WT,
             chunks=plan.chunks(len(ids_WT)),
             scale_dtype=checkpoint.dtype,
-            dtype=product_dtype(checkpoint.dtype, settings.device),
+            dtype=dtype,
+            source_first=len(ids_WT) - plan.source_windows(len(ids_WT)),
             chunk_tokens=plan.chunk_tokens,
             keep_bytes=plan.keep_bytes,
             activation=activation(checkpoint),
             token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
+            shadowed=frozenset(i.name for i in self.offering) if settings.quant.shadow_budget else frozenset(),
             scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
         )
         names = NAMES if self.context.two_streams else NAMES[1:]
-        shape = (*ids_WT.shape, runner.config.hidden_size)
-        self.streams = {n: Stream(folder=journal.folder / "stream", name=n, shape=shape) for n in names}
+        windows, seqlen = ids_WT.shape
+        followed = {"source": windows - self.context.source_first, "quantized": windows}
+        self.streams = {
+            n: Stream(
+                folder=journal.folder / "stream",
+                name=n,
+                shape=(followed[n], seqlen, runner.config.hidden_size),
+                dtype=dtype,
+            )
+            for n in names
+        }
 
     def run(self, first: int) -> None:
-        """Solve layers `first` to the last."""
-        inputs = self._start() if first == 0 else {name: s.open(first) for name, s in self.streams.items()}
+        """Solve layers `first` to the last, then take the step that needs all of them."""
+        if first < self.journal.manifest.layers:
+            inputs = self._start() if first == 0 else {name: s.open(first) for name, s in self.streams.items()}
         for layer in range(first, self.journal.manifest.layers):
             if self.should_stop():
                 raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
             inputs = self._layer(layer, inputs)
         for stream in self.streams.values():
             stream.clear()
+        finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant)
 
     def _start(self) -> dict[str, Tensor]:
         """Embed all windows: the boundary of layer 0, the same in both streams."""
@@ -165,7 +182,9 @@ class _Run:
         for first, last in self.context.chunks:
             embedded = self.context.runner.embed(self.context.ids_WT[first:last])
             for tensor in hidden.values():
-                tensor[first:last] = embedded
+                offset = len(self.context.ids_WT) - len(tensor)
+                if last > offset:
+                    tensor[max(first - offset, 0) : last - offset] = embedded[max(offset - first, 0) :]
         for stream in self.streams.values():
             stream.commit(0, {})
         return hidden
@@ -186,6 +205,8 @@ class _Run:
 
     def _commit(self, layer: int, outcome: LayerOutcome, stream_error: float | None, seconds: float) -> LayerRecord:
         path = self.journal.layer_file(layer)
+        if outcome.shadows:
+            save_layer(self.journal.candidates_file(layer), outcome.shadows)
         save_layer(path, outcome.result.tensors)
         record = LayerRecord(
             layer=layer,
@@ -193,6 +214,7 @@ class _Run:
             modules=outcome.result.modules,
             coverage=outcome.coverage,
             stream_error=stream_error,
+            compensation=outcome.compensation,
             seconds=round(seconds, 3),
         )
         write_record(self.journal.record_file(layer), record)
@@ -218,10 +240,10 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def product_dtype(source: torch.dtype, device: str) -> torch.dtype:
-    """The dtype of matrix products with weights: the source's 16 bits where they are fast, else float32.
+def run_dtype(source: torch.dtype, device: str) -> torch.dtype:
+    """The dtype layers run in: the one the model is served in where the hardware multiplies it fast, else float32.
 
-    bfloat16 doubles the speed on CPUs that have it in hardware; its rounding (0.2%) is far below that of INT4.
+    bfloat16 doubles the speed on CPUs that have it; its rounding (0.2%) is far below that of INT4.
     """
     if device != "cpu":
         return source
@@ -305,7 +327,8 @@ def _open_or_start(folder: Path, manifest: Manifest, resume: Resume, overwrite: 
 def _remove_journal(folder: Path) -> None:
     """Remove what a journal consists of, the manifest first, and nothing else."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    (folder / "log.jsonl").unlink(missing_ok=True)
+    for name in ("finish.json", "shadows.safetensors", "log.jsonl"):
+        (folder / name).unlink(missing_ok=True)
     for name in ("layers", "stream"):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
@@ -316,9 +339,10 @@ def _stream_error(outputs: dict[str, Tensor]) -> float | None:
     if "source" not in outputs:
         return None
     wrong = size = 0.0
-    for quantized, source in zip(outputs["quantized"], outputs["source"], strict=True):
-        wrong += float((quantized - source).square().sum(dtype=torch.float64))
-        size += float(source.square().sum(dtype=torch.float64))
+    followed = outputs["quantized"][-len(outputs["source"]) :]
+    for quantized, source in zip(followed, outputs["source"], strict=True):
+        wrong += float((quantized.float() - source.float()).square().sum(dtype=torch.float64))
+        size += float(source.float().square().sum(dtype=torch.float64))
     return wrong / size if size else None
 
 

@@ -6,13 +6,15 @@ other: one factorisation of H serves q, k and v, or gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence, Part
+from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
 from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import ModuleRecord
 from glm5_quant.quant.config import QuantConfig
@@ -48,13 +50,21 @@ def solve_group(
     config: QuantConfig,
     scale_dtype: torch.dtype,
     result: LayerResult,
+    shadows: ShadowFinder | None = None,
 ) -> list[Tensor]:
     """Solve linears that share `evidence`; returns their dequantized weights, float32 [N, K] each.
 
     With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
+    `shadows` is offered what was solved.
     """
     solved = [
-        _solve_part([weight[:, part.columns].float() for weight in weights_NK], part, config, scale_dtype)
+        _solve_part(
+            [weight[:, part.columns].float() for weight in weights_NK],
+            part,
+            config,
+            scale_dtype,
+            None if shadows is None else partial(shadows.add, linears, part.columns.start),
+        )
         for part in evidence.parts
     ]
     out, row = [], 0
@@ -96,7 +106,13 @@ class SolvedPart:
     judged: list[Judged]
 
 
-def _solve_part(weights_NK: list[Tensor], part: Part, config: QuantConfig, scale_dtype: torch.dtype) -> SolvedPart:
+def _solve_part(
+    weights_NK: list[Tensor],
+    part: Part,
+    config: QuantConfig,
+    scale_dtype: torch.dtype,
+    offer: Callable[[Solution, list[Facts]], None] | None,
+) -> SolvedPart:
     targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
     held, total = part.held, part.total()
     stacked = torch.cat([target.weight_NK for target in targets])
@@ -111,6 +127,20 @@ def _solve_part(weights_NK: list[Tensor], part: Part, config: QuantConfig, scale
         grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
         error = _effective(solved.codes[rows], grid, config) - weight
         judged.append(_judge(weight, error, total, held, target.alpha, config, scale_dtype))
+    if offer is not None:
+        restored = dequantize(solved.codes, solved.grid)
+        facts = [Facts(size=j.size, wrong=j.wrong, held_size=j.held_size) for j in judged]
+        offer(
+            Solution(
+                weights_NK=weights_NK,
+                target_NK=stacked,
+                restored_NK=restored,
+                hessian_KK=hessian,
+                total=total,
+                held=held,
+            ),
+            facts,
+        )
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
 
 

@@ -180,7 +180,8 @@ class Journal:
 
     @property
     def complete(self) -> bool:
-        return len(self.finished()) == self.manifest.layers
+        """Every layer is finished, and so is the step after the last one."""
+        return len(self.finished()) == self.manifest.layers and self.finish_file.exists()
 
 
 def open_journal(folder: Path | str) -> Journal:

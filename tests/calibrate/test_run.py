@@ -71,7 +71,7 @@ def test_error_feedback_beats_round_to_nearest_on_the_tokens_it_saw(tmp_path: Pa
 def test_the_quantized_stream_is_the_layers_run_with_the_journals_weights(
     model_type: str, tolerance: float, tmp_path: Path
 ) -> None:
-    """The runner fills a layer with dequantized weights; what comes out is the stream calibration went on with.
+    """The runner fills a layer with dequantized weights and adds its compensation; what comes out is the stream.
 
     With experts only nearly: both streams replay the source's routing, the runner routes by itself.
     """
@@ -98,6 +98,9 @@ def test_the_quantized_stream_is_the_layers_run_with_the_journals_weights(
             stack[item.expert, first : first + item.n] = weight
     ids = torch.zeros(8, 64, dtype=torch.long)
     out, _ = runner.run_layer(layer, kept["quantized.00001.bin"], runner.kwargs_for(ids)[1])
+    tensors, name = load_file(journal.layer_file(1)), "eampq/model.layers.1.compensation"
+    if name in tensors:
+        out = out + tensors[f"{name}_gain"] * tensors[name]
     stream = kept["quantized.00002.bin"]
     far = (out - stream).norm(dim=-1) / stream.norm(dim=-1)
     assert float(far.median()) < tolerance
