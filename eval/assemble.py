@@ -55,6 +55,9 @@ def assemble(
             f"short text only: no token was scored {LONG} tokens in or later, so damage that needs "
             "long context cannot show; use a longer window or long_dialogue"
         )
+    languages = {name.partition(":")[2] for name in base.tally.sums if name.startswith("language:")}
+    if len(languages) == 1:
+        session.notes.append(f"all texts are in one script ({languages.pop()}): harm to another one would not show")
     return EvalResult(
         schema_version=SCHEMA_VERSION,
         status="invalid" if base.invalid is not None or bad else "ok",

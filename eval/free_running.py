@@ -43,9 +43,9 @@ def converse(
             if not pending:
                 asked = renderer.pieces(dialogue, turn, turn + 1)[0]
         found = answer(reader, cache, [*pending, *asked.ids], ending.stops, max_new_tokens)
-        # The last token has not been read yet, and closing ids stand in for the stop token: both wait for the next
-        # turn.
-        pending = [*found.ids[-1:], *closing]
+        # A cut answer's last token has not been read yet; closing ids stand in for the stop token. Both wait for the
+        # next turn.
+        pending = [*(() if found.ended else found.ids[-1:]), *closing]
         text = renderer.tokenizer.decode(list(found.ids), skip_special_tokens=False)
         made.answers.append(found)
         made.texts.append(text)

@@ -55,8 +55,10 @@ def ending_of(renderer: Renderer, config: Any = None) -> Ending:
 
 
 def answer(runner: Stepper, cache: Any, prompt: Sequence[int], stops: frozenset[int], limit: int) -> Answer:
-    """Read `prompt` and pick the most likely token until a stop token or `limit`. The cache then holds the prompt and
-    the answer but its last token."""
+    """Read `prompt` and pick the most likely token until a stop token or `limit`.
+
+    The cache then holds the prompt and the answer; where the limit cut it, all but its last token.
+    """
     ids = torch.tensor([list(prompt)], dtype=torch.int64)
     made: list[int] = []
     while True:

@@ -14,7 +14,7 @@ STYLE = """
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:60rem;padding:1rem;color:var(--ink);background:#fff;
  font:16px/1.5 system-ui,-apple-system,"Segoe UI","Noto Sans","PingFang SC","Microsoft YaHei",sans-serif}
-h1{font-size:1.6rem;line-height:1.2;margin:.5rem 0}
+h1{font-size:1.6rem;line-height:1.2;margin:.5rem 0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2rem 0 .4rem;border-bottom:1px solid var(--line);padding-bottom:.2rem}
 p{margin:.4rem 0}
 .note{color:var(--soft);font-size:.86rem}
@@ -175,6 +175,7 @@ def _notes(result: EvalResult) -> str:
     peak = f", peak memory {result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else ""
     lines = [
         *result.notes,
+        f"Source: {settings.source}.",
         f"Numeric tokens by {settings.numeric_rule}; margin of 'no drift' {settings.margin} nats per token.",
         f"{number(result.seconds)} s{peak}; {versions}; schema {result.schema_version}.",
     ]

@@ -15,6 +15,7 @@ def charts(result: EvalResult) -> list[Chart]:
     """Every chart the result has data for, in reading order."""
     makers: Sequence[Callable[[EvalResult], Chart]] = (
         drift_chart,
+        cache_chart,
         kl_turn_chart,
         number_turn_chart,
         survival_chart,
@@ -39,7 +40,11 @@ def smooth(values: Sequence[tuple[float, float, float]], width: int) -> list[tup
 
 
 def _dialogues(result: EvalResult) -> list[tuple[str, DialogueResult]]:
-    found = [(export.name, export.dialogue) for export in result.exports if export.dialogue is not None]
+    return [(export.name, export.dialogue) for export in result.exports if export.dialogue is not None]
+
+
+def _cached(result: EvalResult) -> list[tuple[str, DialogueResult]]:
+    found = []
     for variant in result.cache_variants:
         if variant.dialogue is not None:
             feedback = f", feedback {variant.feedback}" if variant.feedback else ""
@@ -47,12 +52,35 @@ def _dialogues(result: EvalResult) -> list[tuple[str, DialogueResult]]:
     return found
 
 
+def _width(turns: int) -> int:
+    """Turns that a running mean covers."""
+    return max(3, turns // 10)
+
+
 def drift_chart(result: EvalResult) -> Chart:
     """Perplexity ratio by turn, smoothed, with intervals at the named turns."""
+    return (
+        "Drift: perplexity against the source's, by turn",
+        _ratio_lines(_dialogues(result)),
+        "Thick: running mean over a tenth of the turns; thin: single turns; bars: 95% intervals at the turns of the "
+        "table. A line that rises drifts; a flat one above 1 is worse from the start.",
+    )
+
+
+def cache_chart(result: EvalResult) -> Chart:
+    """The same for weights read with a quantized KV cache."""
+    return (
+        "KV cache: perplexity against the source's, by turn",
+        _ratio_lines(_cached(result)),
+        "The source reads with a 16-bit cache; lines are read with the named one.",
+    )
+
+
+def _ratio_lines(dialogues: list[tuple[str, DialogueResult]]) -> str:
     series = []
-    for colour, (name, found) in enumerate(_dialogues(result)):
+    for colour, (name, found) in enumerate(dialogues):
         raw = [(point.turn, point.ratio.value, point.tokens) for point in found.points if point.ratio.value is not None]
-        line = smooth([(float(turn), value, float(tokens)) for turn, value, tokens in raw], max(1, found.turns // 20))
+        line = smooth([(float(turn), value, float(tokens)) for turn, value, tokens in raw], _width(found.turns))
         marked = [
             (float(turn), estimate.low, estimate.high)
             for turn, estimate in found.ratio_at.items()
@@ -60,12 +88,7 @@ def drift_chart(result: EvalResult) -> Chart:
         ]
         series.append(Series(name=name, points=[(float(t), v) for t, v, _ in raw], colour=colour, faint=True))
         series.append(Series(name=name, points=line, colour=colour, bars=marked))
-    return (
-        "Drift: perplexity against the source's, by turn",
-        lines(series, "turn", "perplexity / source", level=1.0),
-        "Thick: running mean over a twentieth of the turns; thin: single turns; bars: 95% intervals at the turns of "
-        "the table. A line that rises drifts; a flat one above 1 is worse from the start.",
-    )
+    return lines(series, "turn", "perplexity / source", level=1.0)
 
 
 def kl_turn_chart(result: EvalResult) -> Chart:
@@ -73,7 +96,7 @@ def kl_turn_chart(result: EvalResult) -> Chart:
     series = []
     for colour, (name, found) in enumerate(_dialogues(result)):
         raw = [(float(point.turn), point.kl, float(point.tokens)) for point in found.points if point.kl is not None]
-        series.append(Series(name=name, points=smooth(raw, max(1, found.turns // 20)), colour=colour))
+        series.append(Series(name=name, points=smooth(raw, _width(found.turns)), colour=colour))
     return "Divergence by turn", lines(series, "turn", "KL, nats per token"), "0 is the source."
 
 
@@ -82,7 +105,7 @@ def number_turn_chart(result: EvalResult) -> Chart:
     series = []
     for colour, (name, found) in enumerate(_dialogues(result)):
         raw = [(float(p.turn), 100 * p.numeric_flips, 1.0) for p in found.points if p.numeric_flips is not None]
-        series.append(Series(name=name, points=smooth(raw, max(1, found.turns // 10)), colour=colour))
+        series.append(Series(name=name, points=smooth(raw, _width(found.turns)), colour=colour))
     return (
         "Numbers by turn",
         lines(series, "turn", "numeric tokens that differ, %"),

@@ -55,7 +55,7 @@ def text_table(result: EvalResult) -> Table:
     ]
     rows = [_row(result, *line) for line in lines]
     rows = [row for row in rows if any(cell != MISSING for cell in row[1:])]
-    for label in ("p50", "p99", "max"):
+    for label in ("max", "p99", "p50"):
         cells = [number(found.kl_percentiles.get("all", {}).get(label)) for found in result.exports]
         rows.insert(4, [f"KL {label}", MISSING, *cells])
     settings = result.settings

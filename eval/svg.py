@@ -12,8 +12,8 @@ from html import escape
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "1 4", "12 4")
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 66, 12, 12, 44
+WIDTH, HEIGHT = 480, 270
+LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 44
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +45,14 @@ class Frame:
         return HEIGHT - BOTTOM - (value - self.low_y) / (self.high_y - self.low_y) * (HEIGHT - TOP - BOTTOM)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round values that cover low to high."""
+def ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
+    """About `count` round values that cover low to high; `whole` keeps them to whole numbers."""
     if not high > low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    step = max(1.0, step) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
 
@@ -72,7 +73,7 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, level: float | N
     # A faint line may leave the picture: single turns scatter more than the figure they are averaged to.
     ys = [y for found in drawn if not found.faint for _, y in found.points]
     ys += [end for found in drawn for _, *ends in found.bars for end in ends] + ([] if level is None else [level])
-    y_ticks, x_ticks = ticks(min(ys), max(ys)), ticks(min(xs), max(xs), 6)
+    y_ticks, x_ticks = ticks(min(ys), max(ys)), ticks(min(xs), max(xs), 6, whole=True)
     frame = Frame(low_x=min(xs), high_x=max(max(xs), min(xs) + 1), low_y=y_ticks[0], high_y=y_ticks[-1])
     parts = _axes(frame, [x for x in x_ticks if frame.low_x <= x <= frame.high_x], y_ticks, x_label, y_label)
     if level is not None:
@@ -103,6 +104,7 @@ def _line(found: Series, frame: Frame) -> str:
 
 def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float | None]]], y_label: str) -> str:
     """Grouped bars: for each group one bar a series (name, colour, values). "" when there is nothing to draw."""
+    series = [found for found in series if any(value is not None for value in found[2])]
     values = [value for _, _, found in series for value in found if value is not None]
     if not values or not groups:
         return ""
@@ -119,8 +121,8 @@ def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float 
                     f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * 0.92:.1f}" height="{frame.y(0) - y:.1f}" '
                     f'fill="{COLOURS[colour % len(COLOURS)]}"><title>{escape(group)}: {label(value)}</title></rect>'
                 )
-        parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle", narrow=len(groups) > 5))
-    return _picture(parts, y_label) + legend([(name, colour) for name, colour, _ in series])
+        parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle", narrow=len(groups) > 4))
+    return _picture(parts, y_label) + legend([(name, colour) for name, colour, _ in series], solid=True)
 
 
 def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
@@ -153,11 +155,11 @@ def _picture(parts: list[str], title: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">{inside}</svg>'
 
 
-def legend(names: Sequence[tuple[str, int]]) -> str:
-    """Names beside short strokes in their colour and dash; wraps on narrow screens."""
+def legend(names: Sequence[tuple[str, int]], solid: bool = False) -> str:
+    """Names beside short strokes in their colour and dash (`solid`: blocks); wraps on narrow screens."""
     items = []
     for name, colour in dict(names).items():
-        paint, dash = COLOURS[colour % len(COLOURS)], DASHES[colour % len(DASHES)]
+        paint, dash = COLOURS[colour % len(COLOURS)], "" if solid else DASHES[colour % len(DASHES)]
         line = f'<line x1="0" x2="28" y1="4" y2="4" stroke-width="4" stroke="{paint}" stroke-dasharray="{dash}"/>'
         items.append(f'<span><svg class="key" viewBox="0 0 28 8">{line}</svg>{escape(name)}</span>')
     return f'<p class="legend">{"".join(items)}</p>'

@@ -118,7 +118,7 @@ def test_ticks_are_round_and_cover_the_range() -> None:
 
 def test_charts_place_points_where_the_axis_says_and_nothing_without_data() -> None:
     drawn = lines([Series(name="a", points=[(0, 0), (10, 10)], colour=0, bars=[(10, 9, 10)])], "x", "y", level=5)
-    assert "M66.0,256.0L628.0,12.0" in drawn
+    assert "M62.0,226.0L468.0,12.0" in drawn
     assert lines([Series(name="a", points=[], colour=0)], "x", "y") == ""
     assert bars(["a"], [("s", 0, [None])], "y") == ""
     assert bars(["a", "b"], [("s", 0, [1.0, None])], "y").count("<rect") == 2
