@@ -36,7 +36,7 @@ class Compensation:
         """What the runtime does to a layer's output, in place, one window after the other."""
         step_D = self.gain * self.vector
         for window in hidden_WTD:
-            window += step_D
+            window.copy_(window.float() + step_D)
 
 
 def fit_compensation(
@@ -46,28 +46,48 @@ def fit_compensation(
 
     None where nothing is held out, or where it would not lower the error there.
     """
-    source, quantized = outputs["source"], outputs["quantized"]
+    source = outputs["source"]
+    quantized, before = (part["quantized"][-len(source) :] for part in (outputs, inputs))
     windows = len(source) - held_windows
-    if not held_windows or not windows:
+    if held_windows <= 0 or windows <= 0:
         return None
-    total_D, weights = torch.zeros_like(source[0, 0]), 0.0
+    total_D, weights = torch.zeros_like(source[0, 0], dtype=torch.float32), 0.0
     for w in range(windows):
-        lost_TD = (source[w] - quantized[w]) - (inputs["source"][w] - inputs["quantized"][w])
-        weight_T = _weight(source[w])
+        after_TD, before_TD = source[w].float() - quantized[w].float(), inputs["source"][w].float() - before[w].float()
+        lost_TD = after_TD - before_TD
+        weight_T = _weight(source[w].float())
         total_D += weight_T @ lost_TD
         weights += float(weight_T.sum(dtype=torch.float64))
     vector_D = total_D / weights
-    weighted, plain = GainFit(), GainFit()
-    for half, source_TD, quantized_TD in _halves(source[windows:], quantized[windows:]):
-        missing_TD = source_TD - quantized_TD
-        root_T1 = _weight(source_TD).sqrt()[:, None]
-        weighted.add(missing_TD * root_T1, root_T1 * vector_D, half)
-        plain.add(missing_TD, vector_D, half)
-    gain = weighted.gain()
-    if gain <= 0 or plain.change(gain) >= 0:
+    held = list(_halves(source[windows:], quantized[windows:]))
+    fit = GainFit()
+    for half, source_TD, quantized_TD in held:
+        root_T1 = _weight(source_TD.float()).sqrt()[:, None]
+        fit.add((source_TD.float() - quantized_TD.float()) * root_T1, root_T1 * vector_D, half)
+    gain = torch.tensor(fit.gain(), dtype=torch.float32)
+    if gain <= 0:
         return None
-    record = CompensationRecord(gain=gain, error_left=weighted.share_left(gain))
-    return Compensation(vector=vector_D, gain=torch.tensor(gain, dtype=torch.float32), record=record)
+    left, plain_left = _error_left([pair for _, *pair in held], gain * vector_D)
+    if max(left, plain_left) >= 1:
+        return None
+    return Compensation(vector=vector_D, gain=gain, record=CompensationRecord(gain=float(gain), error_left=left))
+
+
+def _error_left(pairs: list[list[Tensor]], step_D: Tensor) -> tuple[float, float]:
+    """Squared error with the step as a share of that without, weighted and plain.
+
+    Measured as it will be, rounded to the stream's dtype: a step below its resolution may do nothing, or too much.
+    """
+    before, after = [0.0, 0.0], [0.0, 0.0]
+    for source_TD, quantized_TD in pairs:
+        stepped_TD = (quantized_TD.float() + step_D).to(quantized_TD.dtype)
+        weight_T = _weight(source_TD.float()).double()
+        for sums, stream_TD in ((before, quantized_TD), (after, stepped_TD)):
+            error_T = (stream_TD.float() - source_TD.float()).square().sum(-1, dtype=torch.float64)
+            sums[0] += float(error_T @ weight_T)
+            sums[1] += float(error_T.sum())
+    weighted, plain = (new / old if old > 0 else 1.0 for new, old in zip(after, before, strict=True))
+    return weighted, plain
 
 
 def _weight(source_TD: Tensor) -> Tensor:

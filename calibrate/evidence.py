@@ -65,8 +65,12 @@ class Evidence:
         return self.parts[0].fit.tokens + self.parts[0].held.tokens
 
     def add(self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None = None) -> None:
-        """Add T tokens. `index`: their first index, when they follow one another, or ascending indices [T]."""
+        """Add T tokens. `index`: their first index, when they follow one another, or ascending indices [T].
+
+        The source stream may follow the last R of them only: source_TK [R, K].
+        """
         count = x_TK.shape[0]
+        first_source = count - (0 if source_TK is None else len(source_TK))
         if isinstance(index, int):
             cut = min(max(self.held_from - index, 0), count)
         else:
@@ -75,9 +79,12 @@ class Evidence:
             for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
                 if rows.stop == rows.start:
                     continue
-                gap = moments.gap_sum_KK is not None and source_TK is not None
+                source = None
+                if moments.gap_sum_KK is not None and source_TK is not None:
+                    followed = slice(max(rows.start - first_source, 0), max(rows.stop - first_source, 0))
+                    source = source_TK[followed, part.columns]
                 moments.add(
                     x_TK[rows, part.columns],
                     None if weight_T is None else weight_T[rows],
-                    source_TK[rows, part.columns] if gap and source_TK is not None else None,
+                    source,
                 )

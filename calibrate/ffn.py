@@ -16,7 +16,7 @@ from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
 Solve = Callable[[list[Linear], list[Tensor], Evidence], list[Tensor]]
-# Sees a network's outputs, before the router's weights: its down-projection, the tokens' indices, outputs, weights.
+# Sees a network's quantized outputs before the router's weights: its down-projection, token indices, outputs, weights.
 Watch = Callable[[Linear, Tensor | int, Tensor, Tensor | None], None]
 
 
@@ -114,11 +114,11 @@ def solve_network(
         scale = _slice(tokens.scale_T, part)
         out = linear(hidden, solved_down, None, dtype)
         _add(streams.out, index, out, scale)
+        if watch is not None:
+            watch(network.down, index, out, scale)
         if source_hidden is not None and streams.source_out is not None:
             out = linear(source_hidden, source_down, None, dtype)
             _add(streams.source_out, _followed(streams, index), out, scale)
-        if watch is not None:
-            watch(network.down, index, out, scale)
 
 
 def _parts(count: int, size: int) -> list[slice]:

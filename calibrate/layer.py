@@ -153,7 +153,7 @@ class LayerSolver:
         coverage, replays = self._feed_forward(passed)
         side = {name: self._advance(name, passed[name], replays[name], outputs[name]) for name in self.inputs}
         compensation = self._compensate(outputs)
-        shadows = self.shadows.tensors(outputs["source" if "source" in outputs else "quantized"])
+        shadows = self.shadows.tensors(outputs["quantized"])
         return LayerOutcome(
             result=self.result, shadows=shadows, compensation=compensation, coverage=coverage, side=side
         )
@@ -377,6 +377,9 @@ class LayerSolver:
             changes: dict[str, nn.Module] = {path: Replay(out[tokens]) for path, out in outputs.items()}
             whole = (attention, *passed.rest[number]) if passed.rest[number] else attention
             changes[self.family.attention_path] = Replay(whole)
+            # These norms feed what is replayed, and nothing else; an MoE block's router still reads its own.
+            idle = ["input_layernorm", *(["post_attention_layernorm"] if self.family.block in outputs else [])]
+            changes |= {norm: nn.Identity() for norm in idle if hasattr(self.module, norm)}
             with swapped(self.module, changes):
                 hidden_out[chunk[0] : chunk[1]], values = self._layer(name, chunk)
             if values is not None:

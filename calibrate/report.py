@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5_quant.calibrate.coverage import Coverage, summarize
-from glm5_quant.model.journal import Journal, LayerRecord
+from glm5_quant.model.journal import FinishRecord, Journal, LayerRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,10 @@ class RoleError:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
-    """Result of `calibrate`. Times in seconds, memory in bytes."""
+    """Result of `calibrate`. Times in seconds, memory in bytes.
+
+    `shadows` is what the model's byte budget bought; `compensation` the gain of each layer that has one, by layer.
+    """
 
     journal: Path
     model: str
@@ -38,6 +41,8 @@ class CalibrationReport:
     stream_error: float | None
     seconds: float
     peak_memory_bytes: int
+    shadows: FinishRecord = field(default_factory=FinishRecord)
+    compensation: dict[int, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -70,6 +75,8 @@ def build_report(
         stream_error=records[-1].stream_error if records else None,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
+        shadows=journal.finish_record(),
+        compensation={r.layer: r.compensation.gain for r in records if r.compensation is not None},
         warnings=warnings,
         notes=[f"layer {record.layer}: {note}" for record in records for note in record.notes],
     )

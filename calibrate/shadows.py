@@ -151,14 +151,14 @@ class ShadowFinder:
         if down.name not in self.names:
             return
         network = network_of(down.name)
-        energy_T = y_TD.square().sum(-1)
+        energy_T = y_TD.float().square().sum(-1)
         self.energy.setdefault(network, []).append((index, energy_T if scale_T is None else energy_T * scale_T**2))
         self.peak[network] = max(self.peak.get(network, 0.0), float(y_TD.abs().amax()))
 
     def tensors(self, hidden_WTD: Tensor) -> dict[str, Tensor]:
         """What goes to the journal, given the layer's output."""
         tiny = torch.finfo(torch.float32).tiny
-        weight_T = torch.cat([1.0 / window.square().sum(-1).clamp(min=tiny) for window in hidden_WTD])
+        weight_T = torch.cat([1.0 / window.float().square().sum(-1).clamp(min=tiny) for window in hidden_WTD])
         shares = {network: _share(parts, weight_T) for network, parts in self.energy.items()}
         out: dict[str, Tensor] = {}
         for name, (candidates, unseen, facts) in self.found.items():

@@ -25,7 +25,7 @@ NAMES = ("source", "quantized")
 
 @dataclass(kw_only=True)
 class Stream:
-    """One stream. `shape` is [windows, positions, hidden]; values are float32.
+    """One stream. `shape` is [windows, positions, hidden]; `dtype` is the one layers run in.
 
     `side` holds what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2), by number of
     the window chunk; empty where a family has none.
@@ -34,6 +34,7 @@ class Stream:
     folder: Path
     name: str
     shape: tuple[int, int, int]
+    dtype: torch.dtype = torch.float32
     side: dict[int, Tensor] = field(default_factory=dict)
 
     def path(self, boundary: int) -> Path:
@@ -44,7 +45,7 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        return 4 * self.shape[0] * self.shape[1] * self.shape[2]
+        return self.dtype.itemsize * math.prod(self.shape)
 
     def open(self, boundary: int) -> Tensor:
         """The stream at the input of layer `boundary`.
@@ -64,7 +65,7 @@ class Stream:
             )
         side = load_file(self.side_path(boundary)) if self.side_path(boundary).exists() else {}
         self.side = {int(chunk): value for chunk, value in side.items()}
-        return _mapped(path, self.shape)
+        return _mapped(path, self.shape, self.dtype)
 
     def create(self, boundary: int) -> Tensor:
         """An empty stream file for the next boundary, under a temporary name until `commit`."""
@@ -72,7 +73,7 @@ class Stream:
         path = self.path(boundary).with_suffix(".part")
         with path.open("wb") as file:
             _reserve(file.fileno(), self.nbytes, path)
-        return _mapped(path, self.shape)
+        return _mapped(path, self.shape, self.dtype)
 
     def commit(self, boundary: int, side: dict[int, Tensor]) -> None:
         """Give the file of `boundary` its final name."""
@@ -95,20 +96,20 @@ class Stream:
             self.folder.rmdir()
 
 
-def scratch(folder: Path | None, shape: tuple[int, ...]) -> Tensor:
-    """A float32 buffer of zeros: in memory, or in a file of `folder` that vanishes with the tensor (or the process)."""
+def scratch(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A buffer of zeros: in memory, or in a file of `folder` that vanishes with the tensor (or the process)."""
     if folder is None:
-        return torch.zeros(shape)
+        return torch.zeros(shape, dtype=dtype)
     path = folder / f"scratch.{uuid.uuid4().hex}.bin"
     with path.open("wb") as file:
-        _reserve(file.fileno(), 4 * math.prod(shape), path)
-    tensor = _mapped(path, shape)
+        _reserve(file.fileno(), dtype.itemsize * math.prod(shape), path)
+    tensor = _mapped(path, shape, dtype)
     path.unlink()
     return tensor
 
 
-def _mapped(path: Path, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.float32).view(shape)
+def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
 
 def _reserve(descriptor: int, nbytes: int, path: Path) -> None:

@@ -144,7 +144,7 @@ class Replay(nn.Module):
         if isinstance(self.output, tuple):
             return self.output
         first = args[0] if args else next(iter(kwargs.values()))
-        return self.output.view(*first.shape[:-1], self.output.shape[-1])
+        return self.output.view(*first.shape[:-1], self.output.shape[-1]).to(first.dtype)
 
 
 @contextmanager

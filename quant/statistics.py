@@ -68,6 +68,7 @@ class Moments:
     gap_sum_KK: Tensor | None = None
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
+    gap_weight_sum: float = 0.0
     tokens: int = 0
     product_dtype: torch.dtype = torch.float32
     _whole: Tensor | None = field(default=None, repr=False)
@@ -86,15 +87,16 @@ class Moments:
         return cls(torch.zeros(k, k, device=device), gap_sum, product_dtype=product_dtype)
 
     def add(self, x_TK: Tensor, weight_T: Tensor | None = None, source_TK: Tensor | None = None) -> None:
-        """Add T tokens: x_TK of the stream the layer will see, source_TK of the source model (needed with `gap`)."""
+        """Add T tokens: x_TK of the stream the layer will see; with `gap`, source_TK of the source model.
+
+        Where the source model was followed over some tokens only, source_TK [R, K] belongs to the last R of the T.
+        """
         if x_TK.ndim != 2 or x_TK.shape[1] != self.sum_KK.shape[0]:
             raise ValueError(f"inputs of shape {tuple(x_TK.shape)}, expected [T, {self.sum_KK.shape[0]}]")
         self._whole = None
         accumulate(self.sum_KK, x_TK, weight_T)
         if self.gap_sum_KK is not None:
-            if source_TK is None or source_TK.shape != x_TK.shape:
-                raise ValueError("gap moments need source_TK of the same shape as x_TK")
-            accumulate_gap(self.gap_sum_KK, source_TK, x_TK, weight_T, self.product_dtype)
+            self._add_gap(x_TK, weight_T, source_TK)
         self.tokens += x_TK.shape[0]
         if weight_T is None:
             self.weight_sum += x_TK.shape[0]
@@ -102,6 +104,15 @@ class Moments:
         else:
             self.weight_sum += float(weight_T.double().sum())
             self.weight_square_sum += float(weight_T.double().square().sum())
+
+    def _add_gap(self, x_TK: Tensor, weight_T: Tensor | None, source_TK: Tensor | None) -> None:
+        assert self.gap_sum_KK is not None
+        if source_TK is None or source_TK.shape[1:] != x_TK.shape[1:] or len(source_TK) > len(x_TK):
+            raise ValueError("gap moments need source_TK as wide as x_TK, of all its tokens or of the last ones")
+        first = len(x_TK) - len(source_TK)
+        weight = None if weight_T is None else weight_T[first:]
+        accumulate_gap(self.gap_sum_KK, source_TK, x_TK[first:], weight, self.product_dtype)
+        self.gap_weight_sum += float(len(source_TK) if weight is None else weight.double().sum())
 
     def merge(self, other: Moments) -> None:
         """Add another's sums to this one's, in place. A gap sum that only one of the two has is dropped."""
@@ -112,6 +123,7 @@ class Moments:
             self.gap_sum_KK = None
         self.weight_sum += other.weight_sum
         self.weight_square_sum += other.weight_square_sum
+        self.gap_weight_sum += other.gap_weight_sum
         self.tokens += other.tokens
         self._whole = None
 
@@ -132,7 +144,7 @@ class Moments:
         """G, the weighted mean of (source - x) x^T, or None."""
         if self.gap_sum_KK is None:
             return None
-        return self.gap_sum_KK / max(self.weight_sum, torch.finfo(torch.float32).tiny)
+        return self.gap_sum_KK / max(self.gap_weight_sum, torch.finfo(torch.float32).tiny)
 
 
 def pool(hessian_KK: Tensor, n_eff: float, pool_KK: Tensor, kappa: float) -> Tensor:

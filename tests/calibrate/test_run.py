@@ -137,6 +137,29 @@ def test_many_chunks_solve_the_same_as_one(tmp_path: Path, monkeypatch: pytest.M
     assert one.record(3).coverage == two.record(3).coverage
 
 
+def test_a_source_stream_over_the_last_windows_is_the_whole_ones_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a dense model the source stream may follow fewer windows: same layers, same gap up to the tokens left out."""
+    model = tiny("llama", tmp_path / "m", dtype=torch.float32)
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep_stream(done: object) -> None:
+        for path in (tmp_path / name / "calibration" / "stream" for name in "ab"):
+            for file in path.glob("source.*.bin"):
+                kept[f"{path.parts[-3]}/{file.name}"] = torch.frombuffer(
+                    bytearray(file.read_bytes()), dtype=torch.float32
+                )
+
+    small(model, tmp_path / "a", progress=keep_stream)
+    monkeypatch.setattr("glm5_quant.calibrate.plan.SOURCE_TOKENS_PER_CHANNEL", 1)
+    report = small(model, tmp_path / "b", progress=keep_stream)
+    assert report.stream_error is not None
+    whole, part = (kept[f"{name}/source.00002.bin"].view(-1, 64, 128) for name in "ab")
+    assert (len(whole), len(part)) == (8, 3)
+    assert torch.allclose(part, whole[-3:], atol=1e-6)
+
+
 def test_a_run_killed_with_sigkill_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
     model = byte_tokenizer_model(tmp_path)
     small(model, tmp_path / "whole", dataset=sample_text(tmp_path))

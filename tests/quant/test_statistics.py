@@ -48,6 +48,17 @@ def test_without_weights_every_token_counts_once() -> None:
     assert moments.gap_KK is None
 
 
+def test_a_source_followed_over_the_last_tokens_only_gives_the_gap_of_those() -> None:
+    x, source, weight = layer_inputs(30, 6), layer_inputs(30, 6, seed=1), gaussian(30).abs()
+    moments = Moments.empty(6, gap=True)
+    moments.add(x[:10], weight[:10], source[:0])
+    moments.add(x[10:], weight[10:], source[18:])
+    assert moments.gap_KK is not None
+    exact = ((source - x)[18:] * weight[18:, None]).T @ x[18:] / weight[18:].sum()
+    torch.testing.assert_close(moments.gap_KK, exact)
+    torch.testing.assert_close(moments.hessian_KK, (x * weight[:, None]).T @ x / weight.sum())
+
+
 def test_bfloat16_inputs_are_summed_in_float32() -> None:
     x = layer_inputs(3000, 16).bfloat16()
     moments = Moments.empty(16)
