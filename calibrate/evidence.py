@@ -16,6 +16,9 @@ from glm5_quant.quant.statistics import Moments
 # factored, takes more memory than the rest of the run. Errors then feed back within a block only.
 LARGEST_HESSIAN = 8192
 HESSIAN_BLOCK = 4096
+# Statistics of more tokens than this for each input channel change nothing that could be measured: every second token
+# (or third, ...) is then taken.
+ENOUGH_PER_CHANNEL = 50
 
 
 @dataclass
@@ -41,12 +44,13 @@ class Evidence:
 
     parts: list[Part]
     held_from: int
+    stride: int = 1
 
     @classmethod
     def empty(
-        cls, k: int, *, held_from: int, gap: bool, device: str, product_dtype: torch.dtype = torch.float32
+        cls, k: int, *, tokens: int, held_from: int, gap: bool, device: str, product_dtype: torch.dtype = torch.float32
     ) -> Evidence:
-        """Moments of nothing. `gap` follows the source stream beside the quantized one."""
+        """Moments of nothing. `gap` follows the source stream beside the quantized one; `tokens` are to come."""
         step = k if k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         return cls(
             [
@@ -58,6 +62,7 @@ class Evidence:
                 for start in range(0, k, step)
             ],
             held_from,
+            max(1, tokens // (ENOUGH_PER_CHANNEL * k)),
         )
 
     @property
@@ -69,6 +74,8 @@ class Evidence:
 
         The source stream may follow the last R of them only: source_TK [R, K].
         """
+        if self.stride > 1:
+            x_TK, source_TK, index, weight_T = self._thinned(x_TK, source_TK, index, weight_T)
         count = x_TK.shape[0]
         first_source = count - (0 if source_TK is None else len(source_TK))
         if isinstance(index, int):
@@ -88,3 +95,13 @@ class Evidence:
                     None if weight_T is None else weight_T[rows],
                     source,
                 )
+
+    def _thinned(
+        self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Every `stride`-th token; what the source stream holds of those."""
+        count, step = len(x_TK), self.stride
+        index_T = torch.arange(index, index + count, device=x_TK.device) if isinstance(index, int) else index
+        if source_TK is not None:
+            source_TK = source_TK[(len(source_TK) - count) % step :: step]
+        return x_TK[::step], source_TK, index_T[::step], None if weight_T is None else weight_T[::step]

@@ -91,6 +91,7 @@ class Context:
         gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
         return Evidence.empty(
             k,
+            tokens=tokens,
             held_from=self.held_from if gap else self.ids_WT.numel(),
             gap=gap,
             device=self.settings.device,

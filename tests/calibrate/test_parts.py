@@ -107,7 +107,7 @@ def test_coverage_counts_unseen_and_thin_experts_over_all_layers() -> None:
 
 def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     x, source = torch.randn(10, 4), torch.randn(10, 4)
-    evidence = Evidence.empty(4, held_from=6, gap=True, device="cpu")
+    evidence = Evidence.empty(4, tokens=10, held_from=6, gap=True, device="cpu")
     evidence.add(x[:8], source[:8], 0)
     evidence.add(x[8:], source[8:], torch.tensor([8, 9]))
     (part,) = evidence.parts
@@ -119,10 +119,24 @@ def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     assert torch.allclose(total.gap_KK, (source - x).T @ x / 10, atol=1e-6)
 
 
+def test_with_tokens_in_plenty_every_second_one_is_taken_and_its_own_source() -> None:
+    x, source = torch.randn(11, 2), torch.randn(11, 2)
+    evidence = Evidence.empty(2, tokens=200, held_from=8, gap=True, device="cpu")
+    assert evidence.stride == 2
+    evidence.add(x, source[4:], 0)
+    (part,) = evidence.parts
+    assert (part.fit.tokens, part.held.tokens) == (4, 2)
+    assert torch.allclose(part.fit.hessian_KK, x[0:8:2].T @ x[0:8:2] / 4, atol=1e-6)
+    assert part.held.gap_KK is not None
+    assert part.fit.gap_KK is not None
+    assert torch.allclose(part.held.gap_KK, (source - x)[8::2].T @ x[8::2] / 2, atol=1e-6)
+    assert torch.allclose(part.fit.gap_KK, (source - x)[4:8:2].T @ x[4:8:2] / 2, atol=1e-6)
+
+
 def test_very_wide_inputs_are_kept_as_blocks_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 8)
     monkeypatch.setattr("glm5_quant.calibrate.evidence.HESSIAN_BLOCK", 6)
-    evidence = Evidence.empty(16, held_from=100, gap=False, device="cpu")
+    evidence = Evidence.empty(16, tokens=5, held_from=100, gap=False, device="cpu")
     x = torch.randn(5, 16)
     evidence.add(x, None, 0)
     assert [part.columns for part in evidence.parts] == [slice(0, 6), slice(6, 12), slice(12, 16)]
