@@ -96,6 +96,9 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """(config without its quantization entry, every tensor by plain name in float32; integer tensors as they are)."""
     config = json.loads((folder / "config.json").read_text())
     quantization = config.pop("quantization_config", None) or {}
+    if quantization.get("format") == "eampq-pack-quantized":
+        inputs = quantization.get("eampq_inputs")
+        raise ValueError(f"{folder.name}: its codes expect inputs that are changed first ({inputs}); use --runtime")
     tensors: dict[str, torch.Tensor] = {}
     packed: dict[str, dict[str, torch.Tensor]] = {}
     files = sorted(folder.glob("*.safetensors"))
