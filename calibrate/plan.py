@@ -10,25 +10,20 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
+from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
+from glm5_quant.calibrate.memory import cut, physical_memory, run_dtype
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
-from glm5_quant.quant.rounding import SLICE_WEIGHTS
 
-_F32 = 4
 SOURCE_TOKENS_PER_CHANNEL = 12
-# torch, transformers and the interpreter themselves, measured as resident memory after import.
-INTERPRETER_BYTES = 600 * 2**20
-# Matrices of K x K alive at the worst moment: H, its sum, H shrunk, permuted, factored, and the factor.
-_SQUARES_SOLVE = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A calibration's cost and cut. Sizes in bytes.
+    """A calibration's cost and pieces. Sizes in bytes.
 
     `chunk_windows` windows go through a layer's attention together; feed-forward networks take `chunk_tokens` tokens
     at a time and keep up to `keep_bytes` of hidden activations instead of computing them twice.
@@ -112,8 +107,8 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     for item in items:
         by_layer.setdefault(item.layer, []).append(item)
     tokens, hidden = settings.num_samples * settings.seqlen, int(config.hidden_size)
-    cap = settings.max_memory_bytes or _physical_memory() * 6 // 10
-    cut = _cut(items, settings, hidden, family, cap)
+    cap = settings.max_memory_bytes or physical_memory() * 6 // 10
+    pieces = cut(items, settings, hidden, family, run_dtype(checkpoint.dtype, settings.device), cap)
     experts = expert_count(config) if family.has_experts else 0
     top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
     each = tokens * top_k / experts if experts else None
@@ -121,7 +116,6 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     blocks = sum(item.n * -(-item.k // settings.quant.group_size) for item in items)
     packed = weights // 2 + blocks * (checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1))
     kept = sum(i.nbytes for i in checkpoint.tensors.values()) - _source_bytes(checkpoint, items)
-    streams = 2 if settings.quant.alphas else 1
     return Plan(
         family=family,
         layers=int(config.num_hidden_layers),
@@ -130,85 +124,26 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         quantized_weights=weights,
         export_bytes=packed + kept,
         journal_bytes=packed + candidate_bytes(shadowed(items, family), settings.quant.shadow_budget),
-        stream_bytes=2 * streams * tokens * hidden * _F32 + cut.scratch_bytes,
-        peak_memory_bytes=cut.peak_bytes,
+        stream_bytes=pieces.stream_bytes + pieces.scratch_bytes,
+        peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,
-        least_memory_bytes=cut.least_bytes,
+        least_memory_bytes=pieces.least_bytes,
         disk_free_bytes=_free_disk(Path(work_dir)),
         experts=experts,
         tokens=tokens,
         tokens_per_expert=each,
         coverage_target=settings.coverage_target,
-        chunk_windows=cut.chunk_windows,
-        chunk_tokens=cut.chunk_tokens,
-        keep_bytes=cut.keep_bytes,
-        scratch_on_disk=cut.scratch_bytes > 0,
+        chunk_windows=pieces.chunk_windows,
+        chunk_tokens=pieces.chunk_tokens,
+        keep_bytes=pieces.keep_bytes,
+        scratch_on_disk=pieces.scratch_bytes > 0,
         work_dir=Path(work_dir),
         warnings=_warnings(items, settings, each),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Cut:
-    chunk_windows: int
-    chunk_tokens: int
-    keep_bytes: int
-    scratch_bytes: int
-    peak_bytes: int
-    least_bytes: int
-
-
-def _cut(items: list[Linear], settings: Settings, hidden: int, family: Family, cap: int) -> _Cut:
-    """Fit windows, token chunks and buffers under the cap: attention chunks first, then what spares a second pass."""
-    seqlen, windows = settings.seqlen, settings.num_samples
-    streams = 2 if settings.quant.alphas else 1
-    inside = [item for item in items if item.module.startswith(family.attention_path + ".")]
-    first = [item for item in inside if item.layer == items[0].layer]
-    wide = max(item.k for item in items)
-    square = (wide if wide <= LARGEST_HESSIAN else HESSIAN_BLOCK) ** 2 * _F32
-    fixed = INTERPRETER_BYTES + _solving_bytes(items, square) + _resident_layer(items) * 4
-    buffers = 4 * streams * windows * seqlen * hidden * _F32
-    on_disk = fixed + buffers > cap // 2
-    # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
-    per_window = seqlen * _F32 * 3 * (sum(item.n for item in first) + hidden * 4)
-    width = max((item.k for item in items if item.role == "down"), default=hidden)
-    room = max(cap - fixed - (0 if on_disk else buffers), 0)
-    chunk_windows = max(1, min(windows, int(room * 0.6) // per_window))
-    per_token = width * _F32 * 8
-    chunk_tokens = max(256, min(8192, int(room * 0.2) // per_token))
-    keep = min(int(room * 0.3), streams * windows * seqlen * width * _F32)
-    used = max(chunk_windows * per_window, chunk_tokens * per_token + keep)
-    return _Cut(
-        chunk_windows=chunk_windows,
-        chunk_tokens=chunk_tokens,
-        keep_bytes=keep,
-        scratch_bytes=buffers if on_disk else 0,
-        peak_bytes=fixed + (0 if on_disk else buffers) + used,
-        least_bytes=fixed + max(per_window, 256 * per_token),
-    )
-
-
-def _solving_bytes(items: list[Linear], square_bytes: int) -> int:
-    """Squares of the widest H, a group's weights with target, codes and result, and the solver's slice of rows."""
-    largest = max(item.n * item.k for item in items)
-    return _SQUARES_SOLVE * square_bytes + 4 * largest * _F32 + 8 * min(largest, SLICE_WEIGHTS) * _F32
-
-
-def _resident_layer(items: list[Linear]) -> int:
-    """Weights of the largest layer that are in memory while it is solved: all but the routed experts."""
-    by_layer: dict[int, int] = {}
-    for item in items:
-        if item.expert is None:
-            by_layer[item.layer] = by_layer.get(item.layer, 0) + item.n * item.k
-    return max(by_layer.values(), default=0)
-
-
 def _source_bytes(checkpoint: Checkpoint, items: list[Linear]) -> int:
     return sum(checkpoint.tensors[name].nbytes for name in {item.source for item in items})
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _free_disk(folder: Path) -> int:

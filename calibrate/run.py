@@ -22,6 +22,7 @@ from glm5_quant import __version__
 from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
+from glm5_quant.calibrate.memory import run_dtype
 from glm5_quant.calibrate.plan import Plan, make_plan
 from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
@@ -238,17 +239,6 @@ def save_layer(path: Path, tensors: dict[str, Tensor]) -> None:
 def peak_memory_bytes() -> int:
     """The largest resident memory of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def run_dtype(source: torch.dtype, device: str) -> torch.dtype:
-    """The dtype layers run in: the one the model is served in where the hardware multiplies it fast, else float32.
-
-    bfloat16 doubles the speed on CPUs that have it; its rounding (0.2%) is far below that of INT4.
-    """
-    if device != "cpu":
-        return source
-    fast = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-    return torch.bfloat16 if source == torch.bfloat16 and fast else torch.float32
 
 
 def activation(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
