@@ -159,6 +159,8 @@ def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
         ("layers", f"{report.layers}{reused}"),
         ("tokens", f"{report.tokens:,}"),
         ("coverage", report.coverage.line),
+        ("shadows", _shadows(report)),
+        ("compensation", _compensation(report)),
         ("worst", ", ".join(f"{name} {error:.4f}" for name, error in report.worst[:3])),
         ("zero blocks", sum(report.zero_blocks.values())),
         ("fallbacks", len(report.fallbacks)),
@@ -166,6 +168,25 @@ def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
         ("peak memory", human_bytes(report.peak_memory_bytes)),
         ("journal", report.journal),
     ]
+
+
+def _shadows(report: CalibrationReport) -> str:
+    bought = report.shadows
+    if not bought.spent_bytes:
+        return "none"
+    whole = f"{len(bought.experts)} whole experts and " if bought.experts else ""
+    refused = f"; {len(bought.refused_layers)} layers refused" if bought.refused_layers else ""
+    return (
+        f"{whole}{bought.columns} columns, {human_bytes(bought.spent_bytes)} "
+        f"({bought.spent_bytes / bought.expert_fp16_bytes:.2%} of FP16, "
+        f"{bought.spent_bytes / bought.expert_int4_bytes:.2%} of INT4), "
+        f"about {bought.gain:.1%} less error, {bought.held_out_gain:.1%} held out{refused}"
+    )
+
+
+def _compensation(report: CalibrationReport) -> str:
+    gains = report.compensation.values()
+    return f"{len(gains)} of {report.layers} layers, gains {min(gains):.2f} to {max(gains):.2f}" if gains else "none"
 
 
 def _share(part: float, whole: float) -> str:
