@@ -30,6 +30,7 @@ from glm5_quant.model.verifying import check_structure
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _AGAIN = "Run `glm5-quant calibrate` again with --resume never"
+_SHADOWS_AGAIN = "Remove finish.json beside it, and run the same `glm5-quant calibrate` again: it makes both anew"
 _SLACK_BYTES = 1 << 16  # headers, index, directory blocks
 Progress = Callable[[int, int, str], None]
 
@@ -155,10 +156,12 @@ class _Layout:
 def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
     source, journal = open_checkpoint(checkpoint), open_journal(journal_folder)
     if not journal.complete:
+        done = len(journal.finished())
+        after = " but not the step after the last" if done == journal.manifest.layers else ""
         raise UserError(
             "calibration is not finished",
             file=journal.folder,
-            found=f"{len(journal.finished())} of {journal.manifest.layers} layers",
+            found=f"{done} of {journal.manifest.layers} layers{after}",
             hint="Run the same `glm5-quant calibrate` command again: it goes on where it stopped",
         )
     _check_source(source, journal)
@@ -179,7 +182,8 @@ def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
 def _layer_files(journal: Journal) -> list[Path]:
     extra = journal.folder / "layers" / "model.safetensors"
     files = [journal.layer_file(layer) for layer in range(journal.manifest.layers)]
-    return files + ([extra] if extra.exists() else [])
+    shadows = [journal.shadow_file] if journal.finish_record().shadows_sha256 else []
+    return files + ([extra] if extra.exists() else []) + shadows
 
 
 def _check_layers(journal: Journal) -> None:
@@ -190,6 +194,9 @@ def _check_layers(journal: Journal) -> None:
             raise UserError("a finished layer lacks its file", file=path, hint=_AGAIN)
         if file_sha256(path) != journal.record(layer).file_sha256:
             raise UserError("a finished layer's file is not what was written", file=path, hint=_AGAIN)
+    path, digest = journal.shadow_file, journal.finish_record().shadows_sha256
+    if digest is not None and (not path.exists() or file_sha256(path) != digest):
+        raise UserError("the shadows are missing or not what was written", file=path, hint=_SHADOWS_AGAIN)
 
 
 def _check_source(source: Checkpoint, journal: Journal) -> None:

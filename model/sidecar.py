@@ -7,7 +7,7 @@ Tensors, for a quantized linear M and a decoder layer P (`model.layers.12`); S s
 
     M.shadow_index int32 [S]        input columns whose error is added back: y += residual @ x[S], of the inputs x that
                                     M's codes see: rotated, divided by M.activation_scale and rounded, where so declared
-    M.shadow_weight [N, S]          float16, or int8 with M.shadow_scale float32 [S]
+    M.shadow_weight [N, S]          float16, or int8 with M.shadow_scale float16 [S]
     M.activation_scale float32 [K]  divisors of M's inputs in mode int4-channel, folded into its columns already; equal
                                     for the gate and up projections of one expert, which read the same input
     P.compensation float32 [D]      added to the layer's output times P.compensation_gain float32 scalar
