@@ -14,7 +14,7 @@ step() {
     printf '$ %s\n' "$*"
     "$@" 2>&1 | awk '
         /^layer [0-9]+\// { split($2, at, "/"); if (at[1] > 2 && at[1] < at[2]) { if (!cut++) print "..."; next } }
-        { print }'
+        { print; fflush() }'
     printf '\n'
 }
 
