@@ -19,7 +19,8 @@ class QuantConfig:
     weighted_grid     grids minimise the error weighted by diag H; off: unweighted error
     error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
     damp              share of the mean diagonal of H added to its diagonal
-    shrink            H <- (1 - r) H + r diag H with r = n / (n + 2 N_eff)
+    shrink            H <- (1 - r) H + r diag H with r = n / (n + c N_eff)
+    shrink_trust      that c, where no held-out tokens chose it (see shrinkage.py)
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
     alphas            candidate strengths of the target correction toward the source stream; () = off
     target_delta      share of the mean diagonal of H added before its inverse in that correction
@@ -40,6 +41,7 @@ class QuantConfig:
     error_feedback: bool = True
     damp: float = 0.01
     shrink: bool = True
+    shrink_trust: float = 0.5
     pool_kappa: float = 0.0
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     target_delta: float = 0.1
@@ -56,6 +58,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         _require(self.group_size >= 8 and self.group_size % 8 == 0, "group_size", self.group_size, "a multiple of 8")
         _require(_finite(self.damp, 0.0), "damp", self.damp, "a finite number of at least 0")
+        _require(_finite(self.shrink_trust, 1e-6), "shrink_trust", self.shrink_trust, "a finite number above 0")
         _require(_finite(self.pool_kappa, 0.0), "pool_kappa", self.pool_kappa, "a finite number of at least 0")
         _require(all(_finite(a, 0.0, 1.0) for a in self.alphas), "alphas", self.alphas, "numbers from 0 to 1")
         _require(_finite(self.target_delta, 0.0), "target_delta", self.target_delta, "a finite number of at least 0")

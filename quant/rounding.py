@@ -20,7 +20,7 @@ from glm5_quant.quant.descent import descend, refit_scales
 from glm5_quant.quant.errors import quadratic_rows, relative_error
 from glm5_quant.quant.factor import Order, order_columns
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
-from glm5_quant.quant.statistics import shrink
+from glm5_quant.quant.shrinkage import trusted
 from glm5_quant.quant.threads import one_thread
 
 BATCH_COLUMNS = 128
@@ -48,6 +48,7 @@ def solve(
     *,
     scale_dtype: torch.dtype = torch.bfloat16,
     n_eff: float | Tensor | None = None,
+    trust: float | None = None,
     grid: Grid | None = None,
     measure: bool = True,
 ) -> Solved:
@@ -55,6 +56,7 @@ def solve(
 
     weight_NK: [..., N, K] target weights. hessian_KK: [..., K, K] second moments of the inputs (statistics.Moments).
     n_eff: effective tokens behind H, for shrinkage ([...] tensor for a stack); None = H is taken as it is.
+    trust: c of the shrinkage, as `shrinkage.choose_trust` finds it; None = config.shrink_trust.
     grid: use this one instead of searching. measure: whether the error is wanted, which costs two matmuls.
     Never fails on a singular H; an H of zeros counts as the identity.
     Raises ValueError for non-finite input or shapes that do not fit.
@@ -68,7 +70,7 @@ def solve(
     plain_KK = usable_hessian(hessian_KK.float())
     trusted_KK = plain_KK
     if config.shrink and n_eff is not None:
-        trusted_KK = shrink(plain_KK, n_eff)
+        trusted_KK = trusted(plain_KK, n_eff, config.shrink_trust if trust is None else trust)
     if config.error_feedback:
         order = order_columns(trusted_KK.reshape(-1, k, k), config.damp)
         # Later columns make up for part of an early column's error; what they cannot is what the grid should minimise.

@@ -17,6 +17,7 @@ from glm5_quant.quant.config import PRESETS, QuantConfig
         ("group_size", 0),
         ("damp", -0.1),
         ("damp", float("nan")),
+        ("shrink_trust", 0.0),
         ("pool_kappa", -1.0),
         ("alphas", (0.5, 1.5)),
         ("target_delta", float("inf")),
