@@ -41,6 +41,7 @@ def run(side: str, command: list[str], log: Path) -> Turn:
     """Run to the end with one thread; peak memory is the kernel's own mark for this process."""
     one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     environment = os.environ | one | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.pop("PYTHONSAFEPATH", None)  # the peer's script finds its helper beside itself
     load, start = os.getloadavg()[0], time.perf_counter()
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
@@ -108,13 +109,16 @@ def main() -> None:
     parser.add_argument(
         "--memory-limit", type=float, help="largest allowed ratio of peak memory (not asserted if absent)"
     )
+    parser.add_argument("--keep", type=Path, help="folder where both sides' last output stays")
     parser.add_argument("--out", type=Path, help="folder for DATE-speed-MODEL-PRESET.json")
     args = parser.parse_args()
     turns: list[Turn] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = args.keep or Path(temporary)
+        scratch.mkdir(parents=True, exist_ok=True)
         for _ in range(args.rounds):
             for side in (ours, theirs):
-                turns.append(side(args, Path(scratch)))
+                turns.append(side(args, scratch))
                 print(json.dumps(asdict(turns[-1])), flush=True)
     ratios = compare(turns)
     settings = {name: getattr(args, name) for name in ("preset", "damp", "windows", "rounds", "limit")}
