@@ -46,8 +46,9 @@ def run(side: str, command: list[str], log: Path) -> Turn:
     with log.open("wb") as sink:
         process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=environment)
         _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     wall_s = time.perf_counter() - start
-    if os.waitstatus_to_exitcode(status):
+    if process.returncode:
         sys.exit(f"{side} failed:\n{log.read_text(errors='replace')[-3000:]}")
     return Turn(
         side=side,
