@@ -252,9 +252,10 @@ def evaluate(run: Run, count: int, turns: int) -> dict[str, float]:
 def train(run: Run, phases: list[Phase], args: argparse.Namespace) -> None:
     """Run the steps that are left, with a log line every 20 and a held-out score every --eval-every."""
     total = sum(phase.steps for phase in phases)
+    last = min(total, args.until or total)
     per_step = [phase for phase in phases for _ in range(phase.steps)]
     rows: list[dict[str, float]] = []
-    while run.step < total:
+    while run.step < last:
         phase = per_step[run.step]
         rows.append(run.one_step(phase, lr_scale(run.step, total, args.decay_steps)))
         if run.step % args.log_every == 0:
@@ -264,7 +265,7 @@ def train(run: Run, phases: list[Phase], args: argparse.Namespace) -> None:
         if run.step % args.eval_every == 0:
             turns = max(10, phase.length // 17)
             log(run, evaluate(run, max(2, 400 // turns), turns))
-        if run.step % args.save_every == 0 or run.step == total:
+        if run.step % args.save_every == 0 or run.step == last:
             run.save()
 
 
@@ -296,6 +297,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--log-every", type=int, default=20)
     made.add_argument("--eval-every", type=int, default=100)
     made.add_argument("--save-every", type=int, default=50)
+    made.add_argument("--until", type=int, help="stop at this step, to go on later with --resume")
     made.add_argument("--resume", action="store_true")
     return made
 
