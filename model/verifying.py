@@ -209,11 +209,15 @@ def _value_problems(exported: Exported) -> Iterator[str]:
 
 
 def _sidecar_problems(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
+    """What `load` would refuse of the sidecar, and the values of activation scales."""
     faults = sidecar_faults(exported, opened)
-    if not faults and opened is not None:
-        plain = exported.plain_view
-        faults = value_faults(opened[1], linears(plain, family_of(plain.config, file=plain.config_file)))
-    return faults
+    if faults or opened is None or exported.scheme.inputs.activations != "int4-channel":
+        return faults
+    try:
+        found = _linears_of(exported.plain_view)
+    except UserError:  # a fault of the structure, which has been told
+        return []
+    return value_faults(opened[1], found)
 
 
 def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | None) -> tuple[int, list[str]]:
