@@ -110,7 +110,10 @@ class PackedMatrix:
         """The same matrix on another device."""
         shadow = None if self.shadow is None else self.shadow.to(device)
         codes, scale, zero = (part.to(device) for part in (self.codes, self.scale, self.zero))
-        return replace(self, codes=codes, scale=scale, zero=zero, shadow=shadow)
+        inputs = self.inputs
+        if inputs is not None and inputs.channel_scale is not None:
+            inputs = replace(inputs, channel_scale=inputs.channel_scale.to(device))
+        return replace(self, codes=codes, scale=scale, zero=zero, shadow=shadow, inputs=inputs)
 
 
 def block_count(k: int) -> int:
