@@ -50,6 +50,7 @@ class DialoguePart:
             tokenizer=session.tokenizer,
             words=session.words,
             kept=session.kept("dialogues"),
+            labels=[_labels(dialogue) for dialogue in self.dialogues],
             seen=lambda done: session.progress("dialogues", done, len(self.segments)),
         )
         self.drifts.update(zip(group, found, strict=False))
@@ -79,6 +80,11 @@ def cache_for(runner: Runner | None, spec: CacheSpec | None) -> Any:
     if runner is None:
         return None
     return PlainCache() if runner.config is None else new_cache(runner.config, spec)
+
+
+def _labels(dialogue: Dialogue) -> tuple[str, ...]:
+    named = (("file", dialogue.file), ("language", dialogue.language))
+    return tuple(f"{group}:{value}" for group, value in named if value)
 
 
 def cache_specs(session: Session) -> list[CacheSpec]:

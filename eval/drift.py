@@ -66,9 +66,11 @@ class Drift:
     tally: Tally = field(default_factory=Tally)
     invalid: Invalid | None = None
     cache: Any = None
+    labels: tuple[str, ...] = ()
 
-    def begin(self) -> None:
-        """Make room for the next dialogue."""
+    def begin(self, labels: tuple[str, ...] = ()) -> None:
+        """Make room for the next dialogue, all of whose tokens belong to the slices `labels`."""
+        self.labels = labels
         self.by_turn.append(np.zeros((self.turns, len(FIELDS))))
         self.numeric_by_turn.append(np.zeros((self.turns, len(FIELDS))))
 
@@ -78,7 +80,8 @@ class Drift:
         numeric = slices["numeric"]
         if numeric is not None:
             np.add.at(self.numeric_by_turn[-1], turn[numeric], columns[numeric])
-        self.tally.add((len(self.by_turn) - 1, 0), columns, slices)
+        whole: dict[str, NDArray[np.bool_] | None] = dict.fromkeys(self.labels)
+        self.tally.add((len(self.by_turn) - 1, 0), columns, slices | whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +111,20 @@ def measure_drift(
     tokenizer: Any = None,
     words: CriticalWords | None = None,
     kept: SourceCache | None = None,
+    labels: Sequence[tuple[str, ...]] = (),
     seen: Callable[[int], None] = lambda _: None,
 ) -> tuple[Drift, list[Drift]]:
     """Read all dialogues with all models, `chunk` tokens at a time (1: token by token).
 
-    Returns the source's own sums and those of each export against it. A model with figures that are not finite is
-    marked invalid at its first bad token and not read with again; a broken source ends the measurement.
+    labels: for each dialogue the slices it belongs to as a whole ("language:zh"). Returns the source's own sums and
+    those of each export against it. A model with figures that are not finite is marked invalid at its first bad token and
+    not read with again; a broken source ends the measurement.
     """
     base, found = Drift(source.name, turns), [Drift(export.name, turns) for export in exports]
     number = 0
     for index, parts in enumerate(dialogues):
         for drift in (base, *found):
-            drift.begin()
+            drift.begin(labels[index] if labels else ())
         for segment in parts:
             track = lay_out(segment, tokenizer, words)
             caches = [reader.new_cache() for reader in (source, *exports)]

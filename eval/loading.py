@@ -69,6 +69,21 @@ def same_vocabulary(size: int | None, export: Runner) -> None:
         )
 
 
+def other_tokenizers(source: Any, exports: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """A note for each export folder whose tokenizer.json is not byte for byte the source's."""
+    mine = Path(source) / "tokenizer.json" if is_folder(source) else None
+    if mine is None or not mine.is_file():
+        return []
+    notes = []
+    for export, name in zip(exports, names, strict=True):
+        theirs = Path(export) / "tokenizer.json" if is_folder(export) else None
+        if theirs is not None and theirs.is_file() and theirs.read_bytes() != mine.read_bytes():
+            notes.append(
+                f"{name}: its tokenizer.json is not the source's; all models read what the source's makes of the text"
+            )
+    return notes
+
+
 def folder_bytes(model: Any) -> int | None:
     """Size of all weight files of a folder in bytes."""
     if not is_folder(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
 from glm5_quant.eval.report_plots import charts
 from glm5_quant.eval.report_tables import agreement, all_tables
@@ -52,9 +53,8 @@ blockquote{margin:.4rem 0;padding:.2rem .8rem;border-left:3px solid var(--line);
 def to_html(result: EvalResult, title: str = "Evaluation") -> str:
     """The whole report as one self-contained page."""
     exports = ", ".join(export.name for export in result.exports)
-    heading = (
-        f"{title}: {exports} against {result.settings.source}" if exports else f"{title}: {result.settings.source}"
-    )
+    source = Path(result.settings.source).name
+    heading = f"{title}: {exports} against {source}" if exports else f"{title}: {source}"
     body = [
         f"<h1>{escape(heading)}</h1>",
         _lead(result),

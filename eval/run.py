@@ -81,6 +81,10 @@ def _plan(
 ) -> tuple[TextPart | None, DialoguePart | None]:
     """Both parts, planned before any model runs, so that what cannot work fails at once."""
     talk = dialogue_part(session, dialogues) if session.config.long_dialogue else None
+    if talk is None and session.config.kv_cache != "fp16":
+        session.notes.append(
+            f"the {session.config.kv_cache} KV cache is read back in long dialogues only: none were asked for"
+        )
     if rows is None and talk is None:
         from glm5_quant.model.tiny.corpus import evaluation_dialogues
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.critical import read_critical_words
-from glm5_quant.eval.loading import names_of, open_runner, same_vocabulary, tokenizer_of
+from glm5_quant.eval.loading import names_of, open_runner, other_tokenizers, same_vocabulary, tokenizer_of
 from glm5_quant.eval.prefix import find_prefix
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.score import Marker
@@ -47,7 +47,7 @@ class Session:
         self.max_positions, self.vocab_size = self.source.max_positions, self.source.vocab_size
         self.marker = Marker(numeric_mask(self.tokenizer, self.vocab_size))
         self.opened: dict[int, Runner] = {}
-        self.notes: list[str] = []
+        self.notes: list[str] = other_tokenizers(source, exports, self.names)
         self.read: dict[int | None, int] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="glm5-quant-")
         if not config.sequential:

@@ -205,6 +205,7 @@ def test_dialogues_of_the_wanted_length_are_measured_by_one_call() -> None:
     assert first.dialogue.slices[0].kl.value > 0.1
     assert result.source_dialogue.ratio_at["1"].value == 1
     assert result.settings.scored == "answers of dialogues"
+    assert "language:en" in [part.name for part in first.slices]
     assert any("short context" in note for note in result.notes)
     assert "joined" in result.settings.dialogue_rule and "full" in result.settings.context_policy
 

@@ -80,6 +80,8 @@ def test_a_swapped_digit_row_of_the_head_is_named(source: Any, tokenizer: Any) -
     assert "'3', '7'" in found.findings[0].message
     numeric, whole = found.slice("numeric"), found.slice("all")
     assert numeric.perplexity_ratio.value != 1
+    bands = [part.name for part in found.slices if part.name.startswith("numeric position:")]
+    assert bands == ["numeric position:0-31", "numeric position:32-127"]
     assert whole.kl.value > 0
 
 

@@ -168,3 +168,11 @@ def test_one_model_at_a_time_measures_dialogues_too(q3: Path, tmp_path: Path) ->
         whole.exports[0].dialogue.slices[0].kl.value, rel=1e-4
     )
     assert any("one at a time" in note for note in apart.notes)
+
+
+def test_another_tokenizer_and_an_unread_cache_are_said(q3: Path, tmp_path: Path) -> None:
+    other = tiny_q3(tmp_path / "other")
+    byte_tokenizer(other, bos=False)
+    result = evaluate(q3, [other], TEXTS, window=64, kv_cache="fp8", draws=20, diagnose=0)
+    assert any(note.startswith("other: its tokenizer.json") for note in result.notes)
+    assert any("fp8 KV cache" in note for note in result.notes)
