@@ -30,7 +30,8 @@ from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.rotation import rotate
 from glm5_quant.quant.shadow import Candidates, find_columns, unseen_changes
-from glm5_quant.quant.statistics import Moments, shrink, shrinkage
+from glm5_quant.quant.shrinkage import trusted
+from glm5_quant.quant.statistics import Moments, shrinkage
 
 # Candidates a matrix may offer, as a multiple of its even share of the budget.
 MULTIPLE = 4
@@ -57,7 +58,8 @@ class Facts:
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """One group of matrices over one part of its inputs, just solved. Rows are stacked; `target`, `restored` and
-    `hessian` are in the inputs that codes see, `weights` and the moments in the plain ones."""
+    `hessian` are in the inputs that codes see, `weights` and the moments in the plain ones. `trust` is that of the
+    shrinkage, None for the config's."""
 
     weights_NK: Sequence[Tensor]
     target_NK: Tensor
@@ -65,6 +67,7 @@ class Solution:
     hessian_KK: Tensor
     total: Moments
     held: Moments
+    trust: float | None = None
 
 
 def shadowed(items: Iterable[Linear], family: Family) -> list[Linear]:
@@ -105,7 +108,7 @@ class ShadowFinder:
             return
         trusted_KK = solution.hessian_KK
         if self.config.shrink:
-            trusted_KK = shrink(trusted_KK, solution.total.n_eff)
+            trusted_KK = trusted(trusted_KK, solution.total.n_eff, self._trust(solution))
         row = 0
         for linear, weight_NK, facts in zip(linears, solution.weights_NK, sizes, strict=True):
             rows = slice(row, row + weight_NK.shape[0])
@@ -131,7 +134,9 @@ class ShadowFinder:
         fit_KS = (total.weight_sum * (total.hessian_KK @ basis_KS) - held.weight_sum * held_KS) / fit_weight
         within_SS, near_NS = basis_KS.T @ fit_KS, error_NK[:, found.channels]
         squares = total.weight_square_sum - held.weight_square_sum
-        r = shrinkage(weight_NK.shape[1], fit_weight**2 / squares) if self.config.shrink and squares > 0 else 0.0
+        r = 0.0
+        if self.config.shrink and squares > 0:
+            r = shrinkage(weight_NK.shape[1], fit_weight**2 / squares * self._trust(solution) / 2)
         extra = DAMP * float(solution.hessian_KK.diagonal().mean())
         diagonal_S = within_SS.diagonal().clone()
         reach_NS = (1 - r) * (self._plain(error_NK) @ fit_KS) + near_NS * (r * diagonal_S + extra)
@@ -141,6 +146,9 @@ class ShadowFinder:
         if held.gap_KK is not None:
             unseen_NS += weight_NK @ (held.gap_KK @ basis_KS)
         return unseen_changes(reach_NS, within_SS, unseen_NS, basis_KS.T @ held_KS)
+
+    def _trust(self, solution: Solution) -> float:
+        return self.config.shrink_trust if solution.trust is None else solution.trust
 
     def _plain(self, rows_NK: Tensor) -> Tensor:
         """Rows that multiply the inputs codes see, as rows that multiply plain inputs."""
