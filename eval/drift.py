@@ -117,8 +117,8 @@ def measure_drift(
     """Read all dialogues with all models, `chunk` tokens at a time (1: token by token).
 
     labels: for each dialogue the slices it belongs to as a whole ("language:zh"). Returns the source's own sums and
-    those of each export against it. A model with figures that are not finite is marked invalid at its first bad token and
-    not read with again; a broken source ends the measurement.
+    those of each export against it. A model with figures that are not finite is marked invalid at its first bad
+    token and not read with again; a broken source ends the measurement.
     """
     base, found = Drift(source.name, turns), [Drift(export.name, turns) for export in exports]
     number = 0
