@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import needed_data, packaged_model, unless_default
+from glm5_quant.cli.defaults import is_packaged, needed_data, packaged_model, unless_default
 from glm5_quant.cli.failures import guarded
 from glm5_quant.cli.terminal import facts, human_bytes, json_text, say, say_next, warn
 
@@ -59,7 +59,8 @@ def show_plan(model: str, settings: Settings, work_dir: str, json: bool) -> None
     warn(found.warnings)
     print(json_text(_as_dict(found)) if json else _as_text(found))
     found.refuse_impossible()
-    say_next("calibrate", model=model, dataset=needed_data(model), work_dir=unless_default(work_dir))
+    named = None if is_packaged(model) else model
+    say_next("calibrate", model=named, dataset=needed_data(model), work_dir=unless_default(work_dir))
 
 
 def announce(model: str, settings: Settings, work_dir: str) -> list[str]:

@@ -45,6 +45,7 @@ def test_plan_is_bare_too_and_writes_nothing(packaged: Path) -> None:
     done = _run("plan")
     assert done.exit_code == 0
     assert "qwen3_moe" in done.stdout
+    assert done.stderr.splitlines()[-1] == "Next: glm5-quant calibrate"
     assert list(Path().iterdir()) == []
 
 
