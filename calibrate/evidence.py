@@ -81,7 +81,7 @@ class Evidence:
         if isinstance(index, int):
             cut = min(max(self.held_from - index, 0), count)
         else:
-            cut = int(torch.searchsorted(index, self.held_from))
+            cut = int(torch.searchsorted(index.contiguous(), self.held_from))
         for part in self.parts:
             for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
                 if rows.stop == rows.start:

@@ -97,7 +97,8 @@ def solve_network(
         return network.hidden(x, solved, dtype), source_hidden, index
 
     # Hidden activations are computed once where they fit in memory, and again for the output where they do not.
-    keep = tokens.seen_T is None and total * network.down.k * 8 <= keep_bytes
+    followed = 0 if streams.source_x is None else len(streams.source_x)
+    keep = tokens.seen_T is None and (total + followed) * network.down.k * dtype.itemsize <= keep_bytes
     kept = []
     second = evidence(network.down.k, total)
     for part in _parts(total, chunk_tokens):

@@ -18,7 +18,7 @@ from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
 
-SOURCE_TOKENS_PER_CHANNEL = 12
+SOURCE_TOKENS_PER_CHANNEL = 8
 
 
 @dataclass(frozen=True, kw_only=True)
