@@ -30,8 +30,12 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, ba
     if packed.experts is not None:
         raise ValueError("linear takes one matrix; a stack of experts goes to experts()")
     _check_input(x_TK, packed.k)
-    flat_TK = x_TK.reshape(-1, packed.k)
     chosen = choose_backend(x_TK, packed, backend)
+    if torch.compiler.is_compiling():
+        from glm5_quant.kernels import compiled
+
+        return compiled.linear(x_TK, packed, bias, chosen)
+    flat_TK = x_TK.reshape(-1, packed.k)
     if chosen == "triton":
         name = "int8_triton" if _integer(packed) else "linear_triton"
         out_TN: Tensor = _triton(name).linear(flat_TK, packed, bias)
@@ -61,6 +65,10 @@ def experts(
     if backend is None and (_scaled_by_expert(gate_up) or _scaled_by_expert(down)):
         backend = "reference"
     chosen = choose_backend(x_TD, gate_up, backend)
+    if torch.compiler.is_compiling():
+        from glm5_quant.kernels import compiled
+
+        return compiled.experts(x_TD, index_TA, weight_TA, gate_up, down, activation, chosen)
     if chosen == "triton":
         out_TD: Tensor = _triton("experts_triton").experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
         return out_TD

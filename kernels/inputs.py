@@ -25,11 +25,11 @@ def transform(x_TK: Tensor, inputs: Inputs | None) -> Tensor:
     """x as the matrix sees it, in x's dtype: rotated, then rounded to the activation format and widened again."""
     if inputs is None:
         return x_TK
-    x_TK = prepare(x_TK, inputs)
-    if inputs.activations == "none":
-        return x_TK
-    codes_TK, scale_TB, _ = quantize(x_TK, inputs.activations)
-    return dequantize(codes_TK, scale_TB).to(x_TK.dtype)
+    seen_TK = prepare(x_TK.float(), inputs)
+    if inputs.activations != "none":
+        codes_TK, scale_TB, _ = quantize(seen_TK, inputs.activations)
+        seen_TK = dequantize(codes_TK, scale_TB)
+    return seen_TK.to(x_TK.dtype)
 
 
 def prepare(x_TK: Tensor, inputs: Inputs) -> Tensor:

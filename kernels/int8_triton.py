@@ -103,9 +103,9 @@ def _w4a8(
             zero_R = (zero_high if h else zero_low).to(tl.int32)
             block = tl.minimum(2 * i + h, blocks - 1)  # a block beyond the end has scale 0
             sums_T = tl.load(sums_ptr + near_T * blocks + block)
-            dots_TR = tl.dot(q_TK, int8_codes(codes, h, ASM).T, out_dtype=tl.int32)
-            whole_TR = dots_TR - sums_T[:, None] * zero_R[None, :]
-            float_TR = (whole_TR + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+            start_TR = 0x4B400000 - sums_T[:, None] * zero_R[None, :]
+            dots_TR = tl.dot(q_TK, int8_codes(codes, h, ASM).T, start_TR, out_dtype=tl.int32)
+            float_TR = dots_TR.to(tl.float32, bitcast=True) - 12582912.0
             if BY_BLOCK:
                 float_TR *= tl.load(x_scale_ptr + near_T * blocks + block)[:, None]
             acc_TR += float_TR * scale_R[None, :]
@@ -124,7 +124,7 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None, con
     _, scale = kernel_input(x_TK, packed.scale)
     out_TN = x_TK.new_empty(x_TK.shape[0], packed.n)
     if x_TK.shape[0]:
-        tokens = quantize(inputs.prepare(x_TK, packed.inputs), packed.inputs.activations)
+        tokens = quantize(inputs.prepare(x_TK.float(), packed.inputs), packed.inputs.activations)
         config = config or config_for("int8", x_TK.shape[0], packed.n, packed.k)
         finish(w4a8(tokens, packed, scale, config), bias_N, out_TN)
     return out_TN

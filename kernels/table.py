@@ -50,6 +50,8 @@ def _rule(kernel: str, tile: int, tokens: int, n: int, k: int) -> Config:
         block_r = 32
     elif n <= 64:
         block_r = 64
+    if kernel == "int8":  # two accumulators, integer and float, share the registers
+        block_r, tile = min(block_r, 64), min(max(tile, 16), 64)
     programs = -(-n // block_r) * -(-tokens // tile)
     pairs = -(-k // 128)
     split_k = max(1, min(PROGRAMS_WANTED // programs, pairs // 4)) if kernel in ("linear", "int8") else 1

@@ -1,7 +1,8 @@
 """Compile every kernel ahead of time for a GPU that is not there, and count what the machine code does.
 
-Run as a program in a process without TRITON_INTERPRET: ``python compile_kernels.py cuda 90``, JSON on stdout: for each
-kernel and setting the registers spilled, and for sm_90 the main loop's instructions per weight, opcodes and load widths.
+Run as a program in a process without TRITON_INTERPRET, JSON on stdout: ``python compile_kernels.py cuda 90 "linear fp16
+8"`` gives the binary's size and, for sm_90, what its machine code shows: stack, registers, the main loop's instructions
+per weight and its opcodes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from glm5_quant.kernels import linear_triton
+from glm5_quant.kernels import experts_triton, int8_triton, linear_triton
 from glm5_quant.kernels.table import Config, config_for
 
 WARP = {"cuda": 32, "hip": 64}
-STRIDES = (
-    "x_stride",
-    "codes_stride",
-    "scale_stride",
-    "zero_stride",
-)  # multiples of 16 in real use, as the launcher would find
+# Multiples of 16 in real use, as the launcher would find.
+STRIDES = ("x_stride", "q_stride", "codes_stride", "scale_stride", "zero_stride", "hidden_stride")
 
 
 def compile_one(
@@ -85,36 +82,44 @@ def report(compiled: Any, config: Config, weights: int) -> dict[str, Any]:
     }
 
 
-def linear_cases(half: str) -> list[tuple[str, Any, dict[str, str], dict[str, Any], Config]]:
-    signature = {
-        **dict.fromkeys(("x_ptr", "scale_ptr", "residual_ptr"), half), **dict.fromkeys(("codes_ptr", "zero_ptr"), "*u8"),
-        "parts_ptr": "*fp32", "columns_ptr": "*i32", "factor_ptr": "*fp32",
-        **dict.fromkeys(("tokens", "n", "blocks", "x_stride", "codes_stride", "scale_stride", "zero_stride"), "i32"),
-        "shadow_columns": "i32", "pairs_per_split": "i32",
+def pointers(half: str) -> dict[str, str]:
+    """The type of every argument any kernel has; what is not named here is an int32."""
+    return {
+        **dict.fromkeys(("x_ptr", "scale_ptr", "residual_ptr", "hidden_ptr", "weight_ptr"), half),
+        **dict.fromkeys(("codes_ptr", "zero_ptr"), "*u8"),
+        **dict.fromkeys(("parts_ptr", "factor_ptr", "x_scale_ptr"), "*fp32"),
+        **dict.fromkeys(("columns_ptr", "pair_ptr", "expert_ptr", "offsets_ptr", "sums_ptr"), "*i32"),
+        "q_ptr": "*i8",
+    }
+
+
+def case(name: str, asm: bool) -> tuple[Any, dict[str, str], dict[str, Any], Config, int]:
+    """Kernel, argument types, constants, setting, weights of a main-loop step; name: "kernel half tokens [options]"."""
+    kind, half, tokens, *extra = name.split()
+    kernels = {
+        "linear": linear_triton._w4a16, "gate_up": experts_triton._gate_up, "down": experts_triton._down,
+        "int8": int8_triton._w4a8,
     }  # fmt: skip
-    cases = []
-    for tokens in (8, 16, 64, 128):
-        config = config_for("linear", tokens, 2048, 6144)
-        for even, shadow in ((True, False), (False, True)):
-            constants = {
-                "BLOCK_R": config.block_r, "BLOCK_T": config.block_t, "LEFT": config.block_t <= 16, "EVEN_B": even,
-                "SHADOW": shadow, "INT8": False,
-            }  # fmt: skip
-            name = f"linear {half[1:]} {tokens}" + (" ragged shadow" if shadow else "")
-            cases.append((name, linear_triton._w4a16, signature, constants, config))
-    return cases
+    kernel, config = kernels[kind], config_for(kind, int(tokens), 2048, 6144)
+    types = pointers(f"*{half}")
+    signature = {parameter.name: types.get(parameter.name, "i32") for parameter in kernel.params}
+    wanted = {
+        "BLOCK_R": config.block_r, "BLOCK_T": config.block_t, "BLOCK_M": config.block_t, "LEFT": config.block_t <= 16,
+        "EVEN_B": "ragged" not in extra, "SHADOW": "shadow" in extra, "INT8": False, "BY_BLOCK": False, "ASM": asm,
+    }  # fmt: skip
+    constants = {key: value for key, value in wanted.items() if key in signature}
+    return kernel, signature, constants, config, config.block_r * 128
 
 
-def main(backend: str, arch: str) -> None:
+def main(backend: str, arch: str, *names: str) -> None:
     target = (backend, int(arch) if backend == "cuda" else arch, WARP[backend])
     found = {}
-    for half in ("*fp16", "*bf16"):
-        for name, kernel, signature, constants, config in linear_cases(half):
-            constants = {**constants, "ASM": backend == "cuda"} if "ASM" in kernel.arg_names else constants
-            compiled = compile_one(kernel, signature, constants, config, target)
-            found[name] = {"binary": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"])}
-            if target[:2] == ("cuda", 90) and "BLOCK_R" in constants:
-                found[name] |= report(compiled, config, constants["BLOCK_R"] * 128)
+    for name in names:
+        kernel, signature, constants, config, weights = case(name, asm=backend == "cuda")
+        compiled = compile_one(kernel, signature, constants, config, target)
+        found[name] = {"binary_bytes": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"])}
+        if target[:2] == ("cuda", 90):
+            found[name] |= report(compiled, config, weights)
     json.dump(found, sys.stdout)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -18,6 +21,11 @@ def random_parts(
     scale = torch.rand(*lead, n, blocks, generator=generator).add_(0.5).mul_(0.02).to(dtype)
     zero = torch.randint(4, 12, (*lead, n, blocks), dtype=torch.uint8, generator=generator)
     return codes, scale, zero
+
+
+def random_tokens(tokens: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Standard normal inputs [T, K], the same every time."""
+    return torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed + 31)).to(dtype)
 
 
 def random_shadow(n: int, k: int, counts: list[int], seed: int = 0, int8: bool = False) -> Shadow:
@@ -74,3 +82,15 @@ def random_routing(tokens: int, experts: int, top: int, seed: int = 0) -> tuple[
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of the expectation; NaN anywhere gives NaN, which no bound accepts."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote reads as NaN (-1 for integers), so a value a kernel forgot to store cannot pass."""
+    for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
+        real = getattr(owner, name)
+
+        def poisoned(*args: Any, real: Any = real, **kwargs: Any) -> Tensor:
+            made: Tensor = real(*args, **kwargs)
+            return made.fill_(float("nan") if made.is_floating_point() else -1)
+
+        monkeypatch.setattr(owner, name, poisoned)

@@ -1,0 +1,53 @@
+"""`torch.compile` keeps the two functions whole: one graph, the same numbers, for every kind of matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support_kernels import random_packed, random_routing, random_shadow, random_tokens
+
+from glm5_quant.kernels import compiled
+from glm5_quant.kernels.dispatch import experts, linear
+from glm5_quant.kernels.layout import Inputs, PackedMatrix
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [None, False, True])
+def test_a_linear_is_one_graph_with_the_same_numbers(dtype: torch.dtype, int8: bool | None) -> None:
+    shadow = None if int8 is None else random_shadow(40, 192, [5], int8=int8)
+    packed, _ = random_packed(40, 192, dtype=torch.bfloat16, shadow=shadow)
+    packed = replace(packed, inputs=Inputs(hadamard=True, activations="int4-channel", channel_scale=torch.ones(192)))
+    x, bias = random_tokens(6, 192, dtype).view(2, 3, 192), torch.ones(40)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        rebuilt = PackedMatrix(packed.codes, packed.scale, packed.zero, 40, 192, packed.shadow, "int4", packed.inputs)
+        return linear(x, rebuilt, bias) * 2
+
+    found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(found, layer(x))
+
+
+def test_a_routed_layer_is_one_graph_although_experts_differ_in_tokens() -> None:
+    gate_up, _ = random_packed(128, 64, 4)
+    down, _ = random_packed(64, 64, 4, seed=1)
+    layer = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    for tokens in (5, 9):
+        index, weight = random_routing(tokens, 4, 2, seed=tokens)
+        x = random_tokens(tokens, 64)
+        assert torch.equal(layer(x, index, weight, gate_up, down), experts(x, index, weight, gate_up, down))
+
+
+def test_what_a_backend_made_of_a_matrix_is_made_once() -> None:
+    packed, _ = random_packed(32, 64, dtype=torch.bfloat16)
+    tensors, values = compiled._parts(packed)
+    first = compiled._whole(tensors, values, 32, 64)
+    assert compiled._whole(tensors, values, 32, 64) is first
+    moved = [tensors[0], tensors[1].clone(), tensors[2]]
+    assert compiled._whole(moved, values, 32, 64) is not first
