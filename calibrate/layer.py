@@ -9,6 +9,7 @@ that collect and solve, the feed-forward block by one that remembers its input, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,18 @@ from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
 from glm5_quant.calibrate.stream import scratch
-from glm5_quant.calibrate.taps import Handler, Keep, Recorder, Replay, Solver, StageReached, Tap, install, swapped
+from glm5_quant.calibrate.taps import (
+    BlockReached,
+    Handler,
+    Keep,
+    Recorder,
+    Replay,
+    Solver,
+    StageReached,
+    Tap,
+    install,
+    swapped,
+)
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord
@@ -247,11 +259,11 @@ class LayerSolver:
 
     def _forward(self, name: str, chunk: tuple[int, int]) -> tuple[Any, Tensor]:
         """One chunk through the attention part: the attention's return value and the feed-forward block's input."""
-        keep, attention = Keep(), list[Any]()
+        keep, attention = Keep(stop=True), list[Any]()
         module = self.module.get_submodule(self.family.attention_path)
         hook = module.register_forward_hook(lambda _module, _args, output: attention.append(output))
         try:
-            with swapped(self.module, {self.family.block: keep}):
+            with suppress(BlockReached), swapped(self.module, {self.family.block: keep}):
                 self._layer(name, chunk)
         finally:
             hook.remove()

@@ -117,16 +117,27 @@ class Solver:
         return linear(x, self.solved[tap.name], tap.bias, self.dtype)
 
 
-class Keep(nn.Module):
-    """Stands in for a submodule: remembers what it was called with and returns zeros like its first input."""
+class BlockReached(Exception):
+    """Thrown by a `Keep` that stops: what the layer does after it is of no interest."""
 
-    def __init__(self) -> None:
+
+class Keep(nn.Module):
+    """Stands in for a submodule: remembers what it was called with and returns zeros like its first input.
+
+    With `stop` it breaks the forward off instead, whatever the submodule would have returned (glm5_ref's feed-forward
+    block returns its routing too).
+    """
+
+    def __init__(self, *, stop: bool = False) -> None:
         super().__init__()
+        self.stop = stop
         self.calls: list[tuple[Tensor, ...]] = []
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         values = (*args, *kwargs.values())
         self.calls.append(values)
+        if self.stop:
+            raise BlockReached
         return torch.zeros_like(values[0])
 
 

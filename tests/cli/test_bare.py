@@ -66,3 +66,22 @@ def test_the_entry_point_ends_with_the_exit_code(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit) as ended:
         main.run()
     assert ended.value.code == 0
+
+
+@pytest.mark.slow
+def test_the_packaged_model_goes_the_whole_road(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (tiny.folder() / "config.json").exists():
+        pytest.skip("this checkout has no weights of glm5-tiny")
+    monkeypatch.chdir(tmp_path)
+    roads = (
+        ["calibrate", "--num-samples", "2", "--seqlen", "64"],
+        ["export"],
+        ["verify"],
+        ["eval", "--num-windows", "2", "--window", "64"],
+    )
+    for arguments in roads:
+        done = _run(*arguments)
+        assert done.exit_code == 0, done.output
+        assert done.stderr.splitlines()[-1].startswith("Next: glm5-quant ")
+        assert "glm5-quant calibrate" not in done.stderr
+    assert "KL(source || export)" in done.stdout
