@@ -41,7 +41,7 @@ class QuantConfig:
     error_feedback: bool = True
     damp: float = 0.01
     shrink: bool = True
-    shrink_trust: float = 0.5
+    shrink_trust: float = 1.0
     pool_kappa: float = 0.0
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     target_delta: float = 0.1

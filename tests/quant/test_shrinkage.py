@@ -62,10 +62,10 @@ def test_the_probes_have_the_moments_of_the_held_out_tokens_and_the_prediction_i
     assert _predicted(Evidence(hessian, 200.0, held), probes, 0.5, 0.01) == pytest.approx(float(exact), rel=0.15)
 
 
-def test_without_evidence_the_middle_is_taken_and_empty_experts_have_no_say() -> None:
+def test_without_evidence_the_default_is_taken_and_empty_experts_have_no_say() -> None:
     hessian, held = moments_of(layer_inputs(200, 48)), moments_of(layer_inputs(900, 48, seed=3))
     nothing = torch.zeros(48, 48)
-    assert choose_trust([]) == 0.5
-    assert choose_trust([Evidence(hessian, 200.0, nothing), Evidence(nothing, 0.0, held)]) == 0.5
+    assert choose_trust([]) == 1.0
+    assert choose_trust([Evidence(hessian, 200.0, nothing), Evidence(nothing, 0.0, held)]) == 1.0
     one = [Evidence(hessian, 200.0, held)]
     assert choose_trust(one) == choose_trust([*one, Evidence(nothing, 0.0, held)])
