@@ -1,0 +1,265 @@
+"""Shadows end to end on tiny models: what is bought, what it costs, what it does at run time, what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support_calibrate import WORDS, sample_text, small
+from support_journal import dequantized_twin
+from support_models import read_tensors, rewrite, tiny, tiny_q3
+from torch import Tensor
+
+from glm5_quant.calibrate.finish import finish
+from glm5_quant.calibrate.shadows import candidate_count, fp16_bytes, shadowed
+from glm5_quant.model import export, load
+from glm5_quant.model.checkpoint import open_checkpoint
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.families import family_of, linears
+from glm5_quant.model.journal import Journal, open_journal
+from glm5_quant.quant.rotation import rotate
+
+BUDGET = 0.05
+FRESH = torch.tensor([list(b"31: not less than 640,000 and not more than 7.5% of the account, the limit of 9 is")])
+
+
+def run(model: Path, work: Path, budget: float = BUDGET, **quant: Any) -> Journal:
+    small(model, work, num_samples=24, quant={"shadow_budget": budget, **quant})
+    return open_journal(work / "calibration")
+
+
+@pytest.fixture(scope="module")
+def q3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny model and the work folder of its calibration with shadows."""
+    folder = tmp_path_factory.mktemp("q3")
+    model = tiny_q3(folder / "m")
+    run(model, folder / "w")
+    return model, folder / "w"
+
+
+def copied(work: Path, folder: Path) -> Journal:
+    shutil.copytree(work, folder, dirs_exist_ok=True)
+    return open_journal(folder / "calibration")
+
+
+def bought(journal: Journal) -> dict[str, Tensor]:
+    return {name.removeprefix("eampq/"): tensor for name, tensor in load_file(journal.shadow_file).items()}
+
+
+def offered(model: Path) -> int:
+    checkpoint = open_checkpoint(model)
+    family = family_of(checkpoint.config)
+    return fp16_bytes(shadowed(linears(checkpoint, family), family))
+
+
+@torch.no_grad()
+def logits(folder: Path) -> Tensor:
+    out: Tensor = load(folder, dtype=torch.float32, backend="reference")(FRESH).logits
+    return out
+
+
+def test_what_is_spent_is_what_lies_in_the_file_and_never_more_than_the_budget(q3: tuple[Path, Path]) -> None:
+    journal = open_journal(q3[1] / "calibration")
+    record, tensors = journal.finish_record(), bought(journal)
+    assert record.budget_bytes == int(BUDGET * offered(q3[0])) == int(BUDGET * record.expert_fp16_bytes)
+    assert record.spent_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert record.budget_bytes - 2 * (2 * 128 + 4) < record.spent_bytes <= record.budget_bytes
+    assert record.columns == sum(len(tensor) for name, tensor in tensors.items() if name.endswith("index"))
+    # Codes, a bf16 scale and half a byte of zero-point for each 64 weights, two int64 for each of 24 matrices.
+    assert record.expert_int4_bytes == 8 * 3 * (64 * 128 // 2 + 128 * 2 + 128 // 2 + 16)
+
+
+def test_candidates_are_a_few_times_the_even_share_and_cost_no_final_byte(q3: tuple[Path, Path]) -> None:
+    journal = open_journal(q3[1] / "calibration")
+    offers = load_file(journal.candidates_file(0))
+    assert {len(t) for n, t in offers.items() if n.endswith("down_proj.channels")} == {candidate_count(64, BUDGET)}
+    assert candidate_count(64, BUDGET) == 13
+    assert candidate_count(128, 1.0) == 128
+    assert candidate_count(128, 0.0) == 0
+    assert not any("channels" in name for name in load_file(journal.layer_file(0)))
+
+
+def test_int8_buys_nearly_twice_the_columns(q3: tuple[Path, Path], tmp_path: Path) -> None:
+    journal = run(q3[0], tmp_path, shadow_dtype="int8")
+    record, tensors = journal.finish_record(), bought(journal)
+    assert record.spent_bytes == sum(tensor.nbytes for tensor in tensors.values()) <= record.budget_bytes
+    assert record.columns > 1.8 * open_journal(q3[1] / "calibration").finish_record().columns
+    assert {t.dtype for n, t in tensors.items() if n.endswith("shadow_weight")} == {torch.int8}
+
+
+@pytest.mark.parametrize("rotation", ["none", "full"])
+def test_the_runtime_computes_what_a_dense_model_with_the_residual_pasted_in_does(
+    rotation: str, q3: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, work = q3
+    if rotation == "full":
+        work = tmp_path
+        run(model, work, rotation=rotation)
+    journal = open_journal(work / "calibration")
+    export(model, journal.folder, tmp_path / "export")
+    twin = dequantized_twin(model, tmp_path / "export", tmp_path / "twin")
+    plain = logits_of_twin(twin)
+    compensate_nothing(tmp_path / "export")
+    paste(bought(journal), twin, rotated=rotation == "full")
+    computed = logits(tmp_path / "export")
+    torch.testing.assert_close(computed, logits_of_twin(twin), rtol=1e-4, atol=2e-5)
+    assert float((computed - plain).abs().max()) > 1e-4
+
+
+@torch.no_grad()
+def test_experts_come_closer_to_the_source_on_text_that_calibration_did_not_see(
+    q3: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What the quantized model's experts return in its own stream, against the source's in the source's."""
+    model, work = q3
+    journal = open_journal(work / "calibration")
+    export(model, journal.folder, tmp_path / "export")
+    twin = dequantized_twin(model, tmp_path / "export", tmp_path / "twin")
+    wanted, _ = expert_calls(model)
+    inputs, without = expert_calls(twin)
+    paste(bought(journal), twin)
+    _, with_them = expert_calls(twin)
+    errors = torch.zeros(2)
+    for (routed, target), (own, _), old, new in zip(wanted, inputs, without, with_them, strict=True):
+        outputs = (module(own[0], *routed[1:]) for module in (old, new))
+        errors += torch.stack([(out - target).square().sum() / target.square().sum() for out in outputs])
+    # Half of this error comes with the inputs: the attention before is quantized, and has no shadows.
+    assert float(errors[1]) < 0.98 * float(errors[0])
+
+
+@torch.no_grad()
+def expert_calls(folder: Path) -> tuple[list[tuple[tuple[Tensor, ...], Tensor]], list[Any]]:
+    """What each layer's experts are called with and return over unseen text, and these modules."""
+    model = load(folder, dtype=torch.float32)
+    modules = [layer.mlp.experts for layer in model.model.layers]
+    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
+    for module in modules:
+        module.register_forward_hook(lambda _module, args, out: calls.append((args, out)))
+    model(torch.tensor([list(f"{i}: {WORDS}".encode())[:64] for i in range(900, 932)]))
+    return list(calls), modules
+
+
+def paste(shadows: dict[str, Tensor], folder: Path, *, rotated: bool = False) -> None:
+    """Add every residual to the plain weights of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in (n.removesuffix(".shadow_index") for n in shadows if n.endswith("index")):
+        pasted = torch.zeros_like(tensors[f"{name}.weight"])
+        pasted[:, shadows[f"{name}.shadow_index"].long()] = shadows[f"{name}.shadow_weight"].float()
+        tensors[f"{name}.weight"] += rotate(pasted) if rotated else pasted
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@torch.no_grad()
+def logits_of_twin(folder: Path) -> Tensor:
+    out: Tensor = load(folder, dtype=torch.float32)(FRESH).logits
+    return out
+
+
+def compensate_nothing(folder: Path) -> None:
+    """Set every gain of an export to 0, so that only shadows are seen."""
+    for path in (folder / "eampq").glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({n: t * 0 if n.endswith("gain") else t for n, t in tensors.items()}, path, {"format": "pt"})
+
+
+def test_the_estimated_gain_is_confirmed_by_tokens_kept_out_of_the_fit(q3: tuple[Path, Path]) -> None:
+    record = open_journal(q3[1] / "calibration").finish_record()
+    assert 0 < record.gain < 1
+    assert 0 < record.held_out_gain < 1.5 * record.gain
+
+
+def test_in_a_model_without_experts_every_mlp_may_have_shadows_and_attention_none(tmp_path: Path) -> None:
+    journal = run(tiny("llama", tmp_path / "m"), tmp_path / "w")
+    names = {name.split(".")[3] for name in bought(journal)}
+    assert names == {"mlp"}
+    assert journal.finish_record().expert_fp16_bytes == 2 * 2 * 3 * 128 * 192
+
+
+def test_a_super_expert_is_kept_whole_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = tiny_q3(tmp_path / "m")
+    name = "model.layers.1.mlp.experts.2"
+    rewrite(model, f"{name}.down_proj.weight", lambda weight: weight * 40)
+    journal = run(model, tmp_path / "w", budget=0.2)
+    record, tensors = journal.finish_record(), bought(journal)
+    assert record.experts == [name]
+    source = read_tensors(model)
+    export(model, journal.folder, tmp_path / "export")
+    twin = load_file(dequantized_twin(model, tmp_path / "export", tmp_path / "twin") / "model.safetensors")
+    for role in ("gate_proj", "up_proj", "down_proj"):
+        index, residual = (tensors[f"{name}.{role}.shadow_{kind}"] for kind in ("index", "weight"))
+        whole = twin[f"{name}.{role}.weight"]
+        whole[:, index.long()] += residual.float()
+        torch.testing.assert_close(whole, source[f"{name}.{role}.weight"].float(), rtol=0, atol=5e-4)
+    assert record.columns > 0
+
+
+def test_no_budget_means_no_files_and_still_a_complete_journal(tmp_path: Path) -> None:
+    journal = run(tiny_q3(tmp_path / "m"), tmp_path / "w", budget=0.0)
+    assert journal.complete
+    assert not journal.shadow_file.exists()
+    assert not journal.candidates_file(0).exists()
+    assert journal.finish_record().spent_bytes == 0
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_run_that_dies_after_the_last_layer_is_not_complete_and_only_redoes_the_last_step(
+    q3: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, whole = q3
+    options: dict[str, Any] = {"num_samples": 24, "quant": {"shadow_budget": BUDGET}, "dataset": sample_text(tmp_path)}
+
+    def die(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("glm5_quant.calibrate.run.finish", die)
+    with pytest.raises(KeyboardInterrupt):
+        small(model, tmp_path / "w", **options)
+    journal = open_journal(tmp_path / "w" / "calibration")
+    assert journal.finished() == [0, 1]
+    assert not journal.complete
+    with pytest.raises(UserError, match="2 of 2 layers but not the step after the last"):
+        export(model, journal.folder, tmp_path / "export")
+    monkeypatch.setattr("glm5_quant.calibrate.run.finish", finish)
+    assert small(model, tmp_path / "w", **options).layers_reused == 2
+    assert journal.complete
+    one = open_journal(whole / "calibration")
+    assert digest(journal.shadow_file) == digest(one.shadow_file)
+    assert journal.finish_file.read_bytes() == one.finish_file.read_bytes()
+
+
+def test_a_layer_whose_shadows_fail_on_held_out_tokens_gets_none_and_others_get_its_bytes(
+    q3: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model, work = q3
+    journal = copied(work, tmp_path)
+    before = journal.finish_record()
+    path = journal.candidates_file(0)
+    save_file({n: t.abs() + 1 if n.endswith("unseen") else t for n, t in load_file(path).items()}, path)
+    journal.finish_file.unlink()
+    run(model, tmp_path)
+    after = journal.finish_record()
+    assert after.refused_layers == [0]
+    assert before.refused_layers == []
+    assert all(".layers.1." in name for name in bought(journal))
+    assert after.spent_bytes > before.spent_bytes - 2 * (2 * 128 + 4)
+
+
+def test_export_refuses_shadows_that_are_not_what_was_written(q3: tuple[Path, Path], tmp_path: Path) -> None:
+    model, work = q3
+    journal = copied(work, tmp_path)
+    data = bytearray(journal.shadow_file.read_bytes())
+    data[-1] ^= 1
+    journal.shadow_file.write_bytes(data)
+    with pytest.raises(UserError, match=r"shadows are missing or not what was written.*Remove finish\.json"):
+        export(model, journal.folder, tmp_path / "export")
+    journal.finish_file.unlink()
+    run(model, tmp_path)
+    assert export(model, journal.folder, tmp_path / "export").sidecar_bytes > 0
