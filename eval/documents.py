@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,9 +58,8 @@ def language_of(text: str) -> str:
 def as_documents(texts: Iterable[Any], tokenizer: Any = None) -> Iterator[Document]:
     """Documents from strings, token id lists, `Document`s, or rows with `.text`/`.messages` and `.file`.
 
-    Messages are rendered by the tokenizer's chat template where it has one, else their words are joined by newlines.
-    """
-    for item in getattr(texts, "rows", texts):
+    Rows may be dictionaries. Messages are rendered by the tokenizer's chat template where it has one, else their
+    words are joined by newlines. """ for item in getattr(texts, "rows", texts):
         if isinstance(item, Document):
             yield item
         elif isinstance(item, str):
@@ -67,7 +67,7 @@ def as_documents(texts: Iterable[Any], tokenizer: Any = None) -> Iterator[Docume
         elif isinstance(item, Sequence):
             yield Document(text=item)
         else:
-            yield _from_row(item, tokenizer)
+            yield _from_row(SimpleNamespace(**{"text": None, **item}) if isinstance(item, dict) else item, tokenizer)
 
 
 def _from_row(row: Any, tokenizer: Any) -> Document:
