@@ -59,7 +59,9 @@ def as_documents(texts: Iterable[Any], tokenizer: Any = None) -> Iterator[Docume
     """Documents from strings, token id lists, `Document`s, or rows with `.text`/`.messages` and `.file`.
 
     Rows may be dictionaries. Messages are rendered by the tokenizer's chat template where it has one, else their
-    words are joined by newlines. """ for item in getattr(texts, "rows", texts):
+    words are joined by newlines.
+    """
+    for item in getattr(texts, "rows", texts):
         if isinstance(item, Document):
             yield item
         elif isinstance(item, str):
