@@ -1,7 +1,7 @@
 """Measure launch settings on the GPU at hand and write them into the table: ``python -m glm5_quant.kernels.tune``.
 
-Letters: N out, K in. Nothing is tuned at import or at run time: what this prints is pasted (or written, with --write) as
-the dictionary of table.py, dated by the commit that carries it.
+Letters: N out, K in. Nothing is tuned at import or at run time: what this prints is pasted (or written, with --write)
+as the dictionary of table.py, dated by the commit that carries it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def random_matrix(n: int, k: int, device: str) -> PackedMatrix:
 
 
 def best(run: Callable[[Config], float], settings: Iterator[Config]) -> tuple[Config, float]:
-    """The fastest setting and its time; a setting that does not fit the device (RuntimeError and kin) is passed over."""
+    """The fastest setting and its time; a setting that does not fit the device is passed over and named."""
     fastest: tuple[Config, float] | None = None
     for config in settings:
         try:
