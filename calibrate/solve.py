@@ -17,12 +17,14 @@ from glm5_quant.calibrate.evidence import Evidence, Part
 from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
 from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import ModuleRecord
+from glm5_quant.quant import shrinkage
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import pack_codes, pack_zeros
 from glm5_quant.quant.rotation import rotate, rotate_moments
 from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.shrinkage import choose_trust
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
 
@@ -114,12 +116,13 @@ def _solve_part(
     offer: Callable[[Solution, list[Facts]], None] | None,
 ) -> SolvedPart:
     targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
+    trust = _trust(part, config)
     held, total = part.held, part.total()
     stacked = torch.cat([target.weight_NK for target in targets])
     hessian = total.hessian_KK
     if config.rotation == "full":
         stacked, hessian = rotate(stacked), rotate_moments(hessian)
-    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, measure=False)
+    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
     judged, row = [], 0
     for weight, target in zip(weights_NK, targets, strict=True):
         rows = slice(row, row + weight.shape[0])
@@ -138,10 +141,21 @@ def _solve_part(
                 hessian_KK=hessian,
                 total=total,
                 held=held,
+                trust=trust,
             ),
             facts,
         )
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
+
+
+def _trust(part: Part, config: QuantConfig) -> float | None:
+    """How far H is trusted, by the tokens held out of it; None where there are none, or it is not to be chosen."""
+    if not (config.choose_trust and config.shrink and config.error_feedback and part.held.tokens):
+        return None
+    fit, held = part.fit.hessian_KK, part.held.hessian_KK
+    if config.rotation == "full":
+        fit, held = rotate_moments(fit), rotate_moments(held)
+    return choose_trust([shrinkage.Evidence(fit, part.fit.n_eff, held)], damp=config.damp)
 
 
 def _effective(codes_NK: Tensor, grid: Grid, config: QuantConfig) -> Tensor:

@@ -21,6 +21,7 @@ class QuantConfig:
     damp              share of the mean diagonal of H added to its diagonal
     shrink            H <- (1 - r) H + r diag H with r = n / (n + c N_eff)
     shrink_trust      that c, where no held-out tokens chose it (see shrinkage.py)
+    choose_trust      let held-out tokens choose c for each group of matrices
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
     alphas            candidate strengths of the target correction toward the source stream; () = off
     target_delta      share of the mean diagonal of H added before its inverse in that correction
@@ -42,6 +43,7 @@ class QuantConfig:
     damp: float = 0.01
     shrink: bool = True
     shrink_trust: float = 1.0
+    choose_trust: bool = False
     pool_kappa: float = 0.0
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     target_delta: float = 0.1
@@ -91,5 +93,5 @@ PRESETS: dict[str, QuantConfig] = {
         error_feedback=False, shrink=False, alphas=(), shadow_budget=0.0, compensation=False, numeric_weight=0.0
     ),
     "default": QuantConfig(),
-    "high": QuantConfig(rotation="full", descent_sweeps=2, refit_scales=True),
+    "high": QuantConfig(rotation="full", choose_trust=True, descent_sweeps=2, refit_scales=True),
 }
