@@ -114,7 +114,7 @@ def _export(
         dialogue=_drift(session, drift) if drift is not None else None,
         free_running=_free_running(session, talk, index) if talk is not None else None,
         tasks=tasks.get(index, ()),
-        layers=_layers(text, diagnosis, index),
+        layers=_layers(text or talk, diagnosis, index),
         findings=diagnosis.findings.get(index, ()),
         size_bytes=folder_bytes(session.export_models[index]),
         forward_tokens=session.tokens_read(index),
@@ -125,9 +125,9 @@ def _first_invalid(*found: Invalid | None) -> Invalid | None:
     return next((invalid for invalid in found if invalid is not None), None)
 
 
-def _layers(text: TextPart | None, diagnosis: Diagnosis, index: int) -> tuple[LayerResult, ...]:
+def _layers(part: TextPart | DialoguePart | None, diagnosis: Diagnosis, index: int) -> tuple[LayerResult, ...]:
     errors = diagnosis.errors.get(index)
-    routing = text.routing.get(index) if text is not None else None
+    routing = part.routing.get(index) if part is not None else None
     numbers = set(errors.local if errors else ()) | set(routing.tokens if routing else ())
     found = []
     for layer in sorted(numbers):

@@ -11,6 +11,7 @@ from glm5_quant.eval.dialogue import Dialogue, Renderer, Segment, as_dialogue, f
 from glm5_quant.eval.drift import Drift, Reader, measure_drift
 from glm5_quant.eval.free_running import Transcript, converse
 from glm5_quant.eval.kv_cache import CacheSpec, new_cache, spec_of
+from glm5_quant.eval.routing import RoutingDrift, RoutingWatch
 from glm5_quant.eval.runner import PlainCache, Runner
 from glm5_quant.eval.session import Session
 from glm5_quant.model.errors import UserError
@@ -33,6 +34,7 @@ class DialoguePart:
     drifts: dict[int, Drift] = field(default_factory=dict)
     variants: list[tuple[Variant, Drift]] = field(default_factory=list)
     spoken: dict[int | None, list[Transcript]] = field(default_factory=dict)
+    routing: dict[int, RoutingDrift] = field(default_factory=dict)
 
     def run(self, group: list[int], with_source: bool) -> None:
         """Read all dialogues with a group of exports; `with_source` adds the source under quantized caches."""
@@ -40,19 +42,26 @@ class DialoguePart:
         models: list[int | None] = [None, *group] if with_source else list(group)
         variants: list[Variant] = [(index, spec) for index in models for spec in cache_specs(session)]
         readers = [self.reader(index, None) for index in group] + [self.reader(*variant) for variant in variants]
-        self.base, found = measure_drift(
-            self.reader(None, None),
-            readers,
-            self.segments,
-            self.turns,
-            session.marker,
-            chunk=1 if config.decode_steps else config.chunk,
-            tokenizer=session.tokenizer,
-            words=session.words,
-            kept=session.kept("dialogues"),
-            labels=[_labels(dialogue) for dialogue in self.dialogues],
-            seen=lambda done: session.progress("dialogues", done, len(self.segments)),
-        )
+        held = [session.export(index).model for index in group]
+        watch = RoutingWatch(session.source.model if session.source else None, held)
+        try:
+            self.base, found = measure_drift(
+                self.reader(None, None),
+                readers,
+                self.segments,
+                self.turns,
+                session.marker,
+                chunk=1 if config.decode_steps else config.chunk,
+                tokenizer=session.tokenizer,
+                words=session.words,
+                kept=session.kept("dialogues"),
+                labels=[_labels(dialogue) for dialogue in self.dialogues],
+                watch=watch,
+                seen=lambda done: session.progress("dialogues", done, len(self.segments)),
+            )
+        finally:
+            watch.close()
+        self.routing.update(zip(group, watch.drifts, strict=True))
         self.drifts.update(zip(group, found, strict=False))
         self.variants += list(zip(variants, found[len(group) :], strict=True))
 

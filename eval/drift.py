@@ -18,6 +18,7 @@ from glm5_quant.eval.critical import CriticalWords
 from glm5_quant.eval.dialogue import Segment
 from glm5_quant.eval.divergence import score_source
 from glm5_quant.eval.result import Invalid
+from glm5_quant.eval.routing import RoutingWatch
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.score import POSITION_BANDS, Marker, Scores, against_itself, compare_with
 from glm5_quant.eval.source_cache import SourceCache
@@ -112,11 +113,13 @@ def measure_drift(
     words: CriticalWords | None = None,
     kept: SourceCache | None = None,
     labels: Sequence[tuple[str, ...]] = (),
+    watch: RoutingWatch | None = None,
     seen: Callable[[int], None] = lambda _: None,
 ) -> tuple[Drift, list[Drift]]:
     """Read all dialogues with all models, `chunk` tokens at a time (1: token by token).
 
-    labels: for each dialogue the slices it belongs to as a whole ("language:zh"). Returns the source's own sums and
+    labels: for each dialogue the slices it belongs to as a whole ("language:zh"). watch: sees what the routers of the
+    source and of the first exports chose. Returns the source's own sums and
     those of each export against it. A model with figures that are not finite is marked invalid at its first bad
     token and not read with again; a broken source ends the measurement.
     """
@@ -131,9 +134,13 @@ def measure_drift(
             for start, ids, at in _chunks(track, chunk):
                 reference = _reference(source, caches[0], ids, at - start, track.ids[at], number, kept)
                 number += 1
-                for reader, cache, drift in zip(exports, caches[1:], found, strict=True):
+                if watch is not None:
+                    watch.source_ran()
+                for place, (reader, cache, drift) in enumerate(zip(exports, caches[1:], found, strict=True)):
                     if drift.invalid is None:
                         logits = reader.step(ids, cache, _before(at - start))
+                        if watch is not None:
+                            watch.export_ran(place, None)
                         if reference is not None:
                             scores = compare_with(reference, logits, *_places(len(at)))
                             _note(drift, scores, track, at, marker, index)

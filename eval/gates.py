@@ -57,9 +57,11 @@ def _number(text: str, percent: str) -> float | None:
 
 
 def _slice_figure(name: str, figure: str) -> Callable[[ExportResult], Estimate | None]:
+    """A figure of a slice of the text; of the dialogues' answers where the text has no such token."""
+
     def read(export: ExportResult) -> Estimate | None:
-        found = export.slice(name)
-        return None if found is None else getattr(found, figure)
+        parts = [*export.slices, *(export.dialogue.slices if export.dialogue else ())]
+        return next((getattr(part, figure) for part in parts if part.name == name), None)
 
     return read
 

@@ -59,15 +59,18 @@ def text_table(result: EvalResult) -> Table:
         cells = [number(found.kl_percentiles.get("all", {}).get(label)) for found in result.exports]
         rows.insert(4, [f"KL {label}", MISSING, *cells])
     settings = result.settings
+    read = f"{settings.windows} windows of {settings.window}, stride {settings.stride}"
+    if settings.scored != "text":
+        read = f"the answers of {settings.documents} dialogues"
     note = (
-        f"{settings.scored_tokens} tokens scored ({settings.scored_numeric} numeric) in {settings.windows} windows of "
-        f"{settings.window}, stride {settings.stride}, prefix {settings.prefix or 'none'} ({settings.prefix_rule}); "
-        f"{settings.skipped_empty} of {settings.documents} texts skipped as empty; ± is half of a 95% bootstrap "
-        f"interval over {settings.cluster_unit}s ({settings.draws} draws, seed {settings.seed})."
+        f"{settings.scored_tokens} tokens scored ({settings.scored_numeric} numeric) in {read}, prefix "
+        f"{settings.prefix or 'none'} ({settings.prefix_rule}); {settings.skipped_empty} of {settings.documents} texts "
+        f"skipped as empty; ± is half of a 95% bootstrap interval over {settings.cluster_unit}s "
+        f"({settings.draws} draws, seed {settings.seed})."
     )
-    header = ("", "source", *(found.name for found in result.exports))
     if result.noise_kl is not None:
         note += f" The source against itself at another batch size: KL {number(result.noise_kl)}."
+    header = ("", "source", *(found.name for found in result.exports))
     title = "Text" if settings.scored == "text" else "Answers of the dialogues"
     return Table(title=title, header=header, rows=tuple(map(tuple, rows)), note=note)
 

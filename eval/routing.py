@@ -101,8 +101,14 @@ class RoutingWatch:
         self.last = self._take(self.source)
 
     def export_ran(self, index: int, mask: Tensor | None) -> None:
-        """To be called after export `index` read the same batch; mask int64 [B, T] marks real tokens."""
-        found = self._take(self.exports[index])
+        """To be called after export `index` read the same batch; mask int64 [B, T] marks real tokens.
+
+        An index past the watched exports belongs to a model that is read again with another cache, and is passed over.
+        """
+        watched = index < len(self.exports)
+        found = self._take(self.exports[index] if watched else self.source)
+        if not watched:
+            return
         if self.last and found:
             tokens = len(next(iter(self.last.values())))
             real = torch.ones(tokens, dtype=torch.bool) if mask is None else mask.reshape(-1).bool()

@@ -31,11 +31,11 @@ def number(value: float | None, percent: bool = False) -> str:
 
 
 def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
-    """`value ± half width of the 95% interval`, the width in as many digits as matter."""
+    """`value ± half width of the 95% interval`, the width in as many digits as matter; no ± where it is 0."""
     if estimate is None or estimate.value is None:
         return MISSING
     half = estimate.half_width
-    if half is None:
+    if not half:
         return number(estimate.value, percent)
     width = f"{100 * half:.2g}%" if percent else f"{half:.2g}"
     return f"{number(estimate.value, percent)} ± {width}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
-from glm5_quant.eval import evaluate
+from glm5_quant.eval import evaluate, to_html, to_table
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn, as_dialogue, fit, segments, turns_of
 from glm5_quant.eval.drift import Drift, Reader, lay_out, measure_drift
 from glm5_quant.eval.growth import band, marks, summarize_drift
@@ -269,3 +269,6 @@ def test_free_running_models_are_compared_by_token_and_by_what_they_say() -> Non
     assert same.source_nll_of_own == pytest.approx(same.source_nll_of_export)
     assert other.source_nll_of_export > other.source_nll_of_own
     assert other.samples[0].export.startswith("x=7") and other.samples[0].source == "x=5"
+    page, table = to_html(result), to_table(result)
+    assert "First differences" in page and "Free running" in page and "Misread numbers" in page
+    assert "digit changed" in table and "all numbers of an answer right" in table
