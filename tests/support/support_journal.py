@@ -1,16 +1,21 @@
 """A finished journal made by plain round-to-nearest, for tests of export, verify and load that need no calibration.
 
 make_journal(source, folder, ...)   every linear of the source (or those `only` picks), extra sidecar tensors and
-                                    replaced plain tensors; returns the journal folder
+                                    replaced plain tensors, with `rotation` and `activations` as calibration's settings
+                                    would have them; returns the journal folder
 rtn(weight, ...)                    codes, scale and zero of one matrix
 export_of(source, folder, ...)      journal and export in one step; returns the export folder
 edit_layer(journal, layer, change)  change a layer's tensors behind calibration's back
-dequantized_twin(source, export, folder)   the source in float32 with every packed matrix as its export holds it
+dequantized_twin(source, export, folder)   the source in float32 with every packed matrix as its export holds it,
+                                    rotation and channel scales taken back
+block_hadamard(k)                   the rotation of k channels as a float64 matrix, by its definition
+channel_scale(linear)               made-up scales of a linear's inputs, another for each module and expert
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from glm5_quant.model.checkpoint import open_checkpoint
-from glm5_quant.model.exported import open_exported
+from glm5_quant.model.exported import Exported, open_exported
 from glm5_quant.model.families import Linear, family_of, linears, read_linear
 from glm5_quant.model.journal import (
     DataRecord,
@@ -67,6 +72,8 @@ def make_journal(
     only: Callable[[Linear], bool] = lambda linear: True,
     extra: Mapping[str, Tensor] | None = None,
     settings: Mapping[str, Any] | None = None,
+    rotation: str = "none",
+    activations: str = "none",
 ) -> Path:
     """A complete journal of `source`. `extra`: tensors for layers/model.safetensors (replacements, `eampq/...`)."""
     checkpoint = open_checkpoint(source)
@@ -77,6 +84,11 @@ def make_journal(
         if not only(linear):
             continue
         weight = read_linear(checkpoint, linear).float()
+        if rotation == "full":
+            weight = (weight.double() @ block_hadamard(linear.k)).float()
+        if activations == "int4-channel":
+            by_layer[linear.layer][f"eampq/{linear.name}.activation_scale"] = channel_scale(linear)
+            weight = weight * channel_scale(linear)
         codes, grid = rtn(weight, symmetric=symmetric, scale_dtype=checkpoint.dtype)
         by_layer[linear.layer] |= packed_parts(
             linear.name, codes, grid, symmetric=symmetric, scale_dtype=checkpoint.dtype
@@ -84,6 +96,7 @@ def make_journal(
         records[linear.layer][linear.name] = _record(linear, weight, codes, grid)
     layers = int(checkpoint.config["num_hidden_layers"])
     quant = {"symmetric": symmetric, "group_size": 64, "numeric_weight": 2.0}
+    quant |= {"rotation": rotation, "activations": activations}
     manifest = Manifest(
         tool_version="0",
         source=source_record(checkpoint),
@@ -132,13 +145,37 @@ def dequantized_twin(source: Path, exported_folder: Path, folder: Path) -> Path:
         if linear.name in exported.shapes:
             entry, first, last = linear.slice
             target = tensors[linear.source] if entry is None else tensors[linear.source][entry]
-            codes, grid = exported.read(linear.name)
-            target[first:last] = dequantize(codes, Grid(scale=grid.scale.float(), zero=grid.zero))
+            target[first:last] = plain_weight(exported, linear)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return folder
+
+
+def plain_weight(exported: Exported, linear: Linear) -> Tensor:
+    """A packed matrix for plain inputs, float64 [N, K]: W = W' diag(1 / a) R."""
+    codes, grid = exported.read(linear.name)
+    weight = dequantize(codes, Grid(scale=grid.scale.float(), zero=grid.zero)).double()
+    if exported.scheme.inputs.activations == "int4-channel":
+        weight = weight / channel_scale(linear).double()
+    return weight @ block_hadamard(linear.k) if exported.scheme.inputs.rotation == "full" else weight
+
+
+def block_hadamard(k: int) -> Tensor:
+    """Entry (i, j) is (-1)^(ones in the binary i & j) / 8 within aligned blocks of 64; a ragged tail is left alone."""
+    matrix = torch.eye(k, dtype=torch.float64)
+    signs = [[(-1) ** (i & j).bit_count() / 8 for j in range(64)] for i in range(64)]
+    for start in range(0, k - k % 64, 64):
+        matrix[start : start + 64, start : start + 64] = torch.tensor(signs, dtype=torch.float64)
+    return matrix
+
+
+def channel_scale(linear: Linear) -> Tensor:
+    """float32 [K] above 0, one tensor for each role (gate and up share theirs), layer and expert."""
+    role = "gate" if linear.role == "up" else linear.role
+    seed = zlib.crc32(f"{linear.layer} {role} {linear.expert} {linear.shared}".encode())
+    return torch.rand(linear.k, generator=torch.Generator().manual_seed(seed)) * 0.2 + 0.05
 
 
 def config_of(folder: Path) -> dict[str, Any]:
