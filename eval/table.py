@@ -37,5 +37,6 @@ def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
     half = estimate.half_width
     if not half:
         return number(estimate.value, percent)
-    width = f"{100 * half:.2g}%" if percent else f"{half:.2g}"
-    return f"{number(estimate.value, percent)} ± {width}"
+    half *= 100 if percent else 1
+    width = f"{half:.0f}" if half >= 10 else f"{half:.2g}"
+    return f"{number(estimate.value, percent)} ± {width}{'%' if percent else ''}"

@@ -38,6 +38,7 @@ def test_every_report_shows_the_figures_of_the_one_result(result: EvalResult) ->
 def test_values_carry_their_interval_and_missing_ones_are_a_dash() -> None:
     assert with_interval(Estimate(value=0.1234, low=0.12, high=0.13)) == "0.1234 ± 0.0066"
     assert with_interval(Estimate(value=0.5, low=0.49, high=0.51), percent=True) == "50.0% ± 1%"
+    assert with_interval(Estimate(value=3.5, low=1.3, high=5.7), percent=True) == "350.0% ± 220%"
     assert with_interval(Estimate(value=2.0)) == "2"
     assert with_interval(Estimate(value=None)) == "-"
     assert (number(0.0), number(None), number(1e-7), number(0.00123, True)) == ("0", "-", "1.000e-07", "0.12%")
