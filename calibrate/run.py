@@ -99,6 +99,10 @@ def calibrate(
     settings = settings or Settings()
     if settings.quant.rotation == "folded":
         raise UserError("folded rotation is not offered", item="--rotation", expected="none or full")
+    if settings.quant.activations == "int4-channel":
+        raise UserError(
+            "static channel scales are not calibrated yet", item="--activations", expected="none, int8 or int4-block"
+        )
     checkpoint = open_checkpoint(model)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
