@@ -4,8 +4,8 @@ Letters: E experts, N out, K in, B blocks, T tokens, D hidden size, I expert siz
 
 A matrix is computed from one of three forms, made at its first use and remembered beside it:
 
-    int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 32 rows; bf16 arithmetic
-    wide    nothing: above 32 rows the codes are widened a slice of rows at a time into bf16 matrix products
+    int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 48 rows; bf16 arithmetic
+    wide    nothing: above 48 rows the codes are widened a slice of rows at a time into bf16 matrix products
     int8    one INT8 number a weight and one scale a row, the shadow merged in, for any number of rows; inputs are
             rounded to 8 bits a token (int8_cpu.py). Only by choice: `resident="int8"`
 """
@@ -22,10 +22,19 @@ from torch.nn import functional
 from glm5_quant.kernels import int8_cpu, reference
 from glm5_quant.kernels.inputs import transform
 from glm5_quant.kernels.int8_cpu import Int8Weight, Rows
-from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, block_count, dequantize, expert, rows, unpack_planes
+from glm5_quant.kernels.layout import (
+    GROUP_SIZE,
+    SLICE_WEIGHTS,
+    PackedMatrix,
+    block_count,
+    dequantize,
+    expert,
+    rows,
+    unpack_planes,
+)
 
-INT4_ROWS = 32
-SLICE_WEIGHTS = 1 << 19
+INT4_ROWS = 48
+WIDE_WEIGHTS = 1 << 23  # 16 MiB of bf16; smaller slices make the matrix product slower than they save
 NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
 TILE_ROWS = 64  # and lays them out in tiles of 64, so slices of whole tiles can be converted one by one
 
@@ -134,12 +143,12 @@ def _int4(x_TK: Tensor, form: Int4Weight, n: int) -> Tensor:
 
 
 def _wide(x_TK: Tensor, packed: PackedMatrix) -> Tensor:
-    step = max(1, SLICE_WEIGHTS // packed.k)
+    step = max(TILE_ROWS, WIDE_WEIGHTS // packed.k // TILE_ROWS * TILE_ROWS)
     parts = [
         functional.linear(x_TK, dequantize(rows(packed, start, start + step), torch.bfloat16))
         for start in range(0, packed.n, step)
     ]
-    return torch.cat(parts, dim=1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _int4_weight(packed: PackedMatrix) -> Int4Weight:

@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7, 32, 33, 129])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 48, 49, 129])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 64), (40, 190), (130, 100)])
 def test_four_bit_weights_in_bf16_arithmetic(tokens: int, n: int, k: int) -> None:
     packed, weight = random_packed(n, k, dtype=torch.bfloat16)
@@ -47,6 +47,7 @@ def test_four_bit_weights_in_bf16_arithmetic(tokens: int, n: int, k: int) -> Non
 def test_a_matrix_of_many_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, weight = random_packed(200, 128, dtype=torch.bfloat16)
     monkeypatch.setattr(cpu, "SLICE_WEIGHTS", 70 * 128)
+    monkeypatch.setattr(cpu, "WIDE_WEIGHTS", 70 * 128)
     for tokens in (3, 40):
         x = random_tokens(tokens, 128, torch.bfloat16)
         assert relative_error(linear(x, packed, backend="cpu"), x.double() @ weight.T) < BF16
