@@ -84,9 +84,7 @@ class Context:
 
     @property
     def held_windows(self) -> int:
-        """How many windows, the last ones, are held out. At least one window is fitted on."""
-        windows = len(self.ids_WT)
-        return min(int(windows * self.settings.held_out), windows - 1)
+        return self.settings.held_windows(len(self.ids_WT))
 
     @property
     def held_from(self) -> int:

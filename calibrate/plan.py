@@ -60,16 +60,17 @@ class Plan:
         """Ranges of windows that go through a layer together."""
         return [(i, min(i + self.chunk_windows, windows)) for i in range(0, windows, self.chunk_windows)]
 
-    def source_windows(self, windows: int) -> int:
+    def source_windows(self, windows: int, held_windows: int) -> int:
         """How many windows, the last ones, the source stream follows beside the quantized one.
 
         All of them where there are experts: both streams replay the source's routing. In a dense model the gap between
-        the streams is known well enough from SOURCE_TOKENS_PER_CHANNEL tokens for each input of the widest linear.
+        the streams is known well enough from SOURCE_TOKENS_PER_CHANNEL fitted tokens for each input of the widest
+        linear; the held-out windows come on top.
         """
         if self.experts:
             return windows
         widest = max(item.k for items in self.by_layer.values() for item in items if item.k <= LARGEST_HESSIAN)
-        return min(windows, -(-SOURCE_TOKENS_PER_CHANNEL * widest * windows // self.tokens))
+        return min(windows, held_windows - (-SOURCE_TOKENS_PER_CHANNEL * widest * windows // self.tokens))
 
     def refuse_impossible(self) -> None:
         """Raise `UserError` for what cannot work: too little memory or disk."""

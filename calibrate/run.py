@@ -148,7 +148,7 @@ class _Run:
             chunks=plan.chunks(len(ids_WT)),
             scale_dtype=checkpoint.dtype,
             dtype=dtype,
-            source_first=len(ids_WT) - plan.source_windows(len(ids_WT)),
+            source_first=len(ids_WT) - plan.source_windows(len(ids_WT), settings.held_windows(len(ids_WT))),
             chunk_tokens=plan.chunk_tokens,
             keep_bytes=plan.keep_bytes,
             activation=activation(checkpoint),

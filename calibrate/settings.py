@@ -26,7 +26,7 @@ class Settings:
     num_samples: int = 128
     seqlen: int = 512
     seed: int = 0
-    held_out: float = 0.125
+    held_out: float = 0.0625
     all_experts: bool = False
     coverage_target: int = 128
     device: str = "cpu"
@@ -39,6 +39,10 @@ class Settings:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
         if not 0 <= self.held_out <= 0.5:
             raise UserError("setting out of range", item="held_out", found=self.held_out, expected="0 to 0.5")
+
+    def held_windows(self, windows: int) -> int:
+        """How many windows, the last ones, are held out: at least one where there are eight, and one is fitted on."""
+        return min(max(int(windows * self.held_out), int(self.held_out > 0 and windows >= 8)), windows - 1)
 
     def deciding(self) -> dict[str, Any]:
         """The part that decides the output's bytes, as plain JSON values: the manifest's `settings`."""

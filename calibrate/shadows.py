@@ -129,7 +129,8 @@ class ShadowFinder:
         fit_weight = total.weight_sum - held.weight_sum
         if not held.tokens or total.tokens == held.tokens or fit_weight <= 0:
             return torch.empty(0, dtype=torch.float64)
-        basis_KS = self._plain(torch.eye(weight_NK.shape[1], device=weight_NK.device)[found.channels]).T
+        chosen_SK = weight_NK.new_zeros(len(found.channels), weight_NK.shape[1])
+        basis_KS = self._plain(chosen_SK.scatter_(1, found.channels[:, None], 1.0)).T
         held_KS = held.hessian_KK @ basis_KS
         fit_KS = (total.weight_sum * (total.hessian_KK @ basis_KS) - held.weight_sum * held_KS) / fit_weight
         within_SS, near_NS = basis_KS.T @ fit_KS, error_NK[:, found.channels]
