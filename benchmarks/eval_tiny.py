@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/eval_tiny.py --count 16 --turns 200
 
 Prints exact answers by kind and distance for both, the share of tokens of the least and most used expert, and
-KL(source || INT4) over answer tokens. INT4 is asymmetric, blocks of 64, minimum to maximum, bfloat16 scales, on the
+KL(source || INT4) over all tokens. INT4 is asymmetric, blocks of 64, minimum to maximum, bfloat16 scales, on the
 attention and expert matrices; embedding, norms, gates and mask predictors stay as they are.
 """
 
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--seed", type=int, default=EVALUATION_SEED)
     parser.add_argument("--language", choices=("en", "zh", "mixed"), default="mixed")
+    parser.add_argument("--kl-count", type=int, default=6, help="dialogues on which the divergence is measured")
     parser.add_argument("--source-only", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -85,7 +86,7 @@ def main() -> None:
     for layer, share in enumerate(source.expert_share):
         print(f"layer {layer}: least used expert {share.min():.1%} of tokens, most used {share.max():.1%}")
     if rounded_model:
-        ids = [torch.tensor([encode(tokenizer, row["messages"])]) for row in rows]
+        ids = [torch.tensor([encode(tokenizer, row["messages"])]) for row in rows[: args.kl_count]]
         mean, error = divergence(model, rounded_model, ids)
         print(f"KL(source || INT4) {mean:.4f} +- {error:.4f} nats a token (standard error over dialogues)")
 

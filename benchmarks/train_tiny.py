@@ -11,7 +11,6 @@ with float32 masters.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import time
 from collections.abc import Mapping
@@ -276,16 +275,6 @@ def log(run: Run, values: dict[str, float]) -> None:
     print(text, flush=True)
     with (run.output / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write(text + "\n")
-
-
-def write_curve(log_file: Path, csv_file: Path) -> None:
-    """Reduce log.jsonl to a small CSV of the training loss."""
-    keys = ["step", "tokens", "seconds", "length", "loss", "answer_loss", "alignment"]
-    lines = [json.loads(line) for line in log_file.read_text(encoding="utf-8").splitlines()]
-    with csv_file.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, keys, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(line for line in lines if "loss" in line)
 
 
 def parser() -> argparse.ArgumentParser:
