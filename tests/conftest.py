@@ -10,6 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
