@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +29,29 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         raise UserError("no such folder", file=path, expected="a model folder with a tokenizer")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError("no tokenizer in this folder", file=path, expected=" or ".join(_TOKENIZER_FILES))
-    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        return _quiet(transformers.AutoTokenizer.from_pretrained(path, **safe))
-    except Exception as error:
-        first = error
+    # Asked about a model type it does not know, AutoTokenizer warns at length and then does what the second one does.
+    ways = [transformers.AutoTokenizer] if _knows_type_of(path) else []
     if (path / "tokenizer.json").is_file():
+        ways.append(transformers.PreTrainedTokenizerFast)
+    failure: Exception | None = None
+    for way in ways or [transformers.AutoTokenizer]:
         try:
-            return _quiet(transformers.PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True))
+            return _quiet(way.from_pretrained(path, trust_remote_code=False, local_files_only=True))
         except Exception as error:
-            first = error
-    found = f"{type(first).__name__}: {(str(first).strip().splitlines() or [''])[0]}"
-    raise UserError("the tokenizer cannot be loaded", file=path, found=found) from first
+            failure = error
+    found = f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+    raise UserError("the tokenizer cannot be loaded", file=path, found=found) from failure
+
+
+def _knows_type_of(folder: Path) -> bool:
+    """Whether `transformers` itself has the model type of a folder's config.json, or there is none to ask about."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return not isinstance(config, dict) or config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 def _quiet(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

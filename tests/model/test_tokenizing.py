@@ -78,11 +78,14 @@ def test_a_template_that_refuses_the_messages_is_quoted(tmp_path: Path) -> None:
         encode(tokenizer, DIALOGUE)
 
 
-def test_an_unknown_model_type_is_served_by_its_tokenizer_file(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_served_by_its_tokenizer_file_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = save_tokenizer(tmp_path)
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "never_heard_of"}))
     assert load_tokenizer(folder)("a b")["input_ids"] == [4, 5]
+    assert caplog.text == ""
 
 
 def test_a_document_longer_than_the_model_raises_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
