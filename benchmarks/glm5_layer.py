@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
@@ -131,7 +132,7 @@ def write_model(folder: Path, experts: int) -> None:
 
 def measure(folder: Path, experts: int, tokens: int, preset: str) -> dict:
     """Calibrate in a process of its own; peak memory as the system counted it."""
-    text = folder.parent / "text.txt"
+    text = folder.parent / f"text-{experts}.txt"
     text.write_text("".join(random.Random(0).choice("abcdefghij 0123456789,.%") for _ in range(tokens + 600)))
     work = folder.parent / f"work-{experts}"
     shutil.rmtree(work, ignore_errors=True)
@@ -158,15 +159,19 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--experts", type=int, nargs=2, default=[8, 32])
     parser.add_argument("--preset", default="default")
+    parser.add_argument("--together", action="store_true", help="both sizes at once, on a core each")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    runs = []
-    for experts in args.experts:
-        folder = args.work / f"glm5-layer-{experts}"
+    folders = [args.work / f"glm5-layer-{experts}" for experts in args.experts]
+    for folder, experts in zip(folders, args.experts, strict=True):
         if not folder.exists():
             write_model(folder, experts)
-        runs.append(measure(folder, experts, args.tokens, args.preset))
-        print(json.dumps(runs[-1]), file=sys.stderr)
+
+    def one(folder: Path, experts: int) -> dict:
+        return measure(folder, experts, args.tokens, args.preset)
+
+    with ThreadPoolExecutor(2 if args.together else 1) as pool:
+        runs = list(pool.map(one, folders, args.experts))
     few, many = runs
     per_expert = (many["seconds"] - few["seconds"]) / (many["experts"] - few["experts"])
     rest = few["seconds"] - few["experts"] * per_expert

@@ -70,6 +70,7 @@ class Context:
     source_first: int = 0
     shadowed: frozenset[str] = frozenset()
     scratch_folder: Path | None = None
+    spill_folder: Path | None = None
     token_weight_T: Tensor | None = None
     kwargs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -145,7 +146,7 @@ class LayerSolver:
         self.context, self.index, self.inputs, self.side = context, index, inputs, side
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
-        self.result = LayerResult()
+        self.result = LayerResult(folder=context.spill_folder)
         self.shadows = ShadowFinder(config=context.settings.quant, names=context.shadowed)
         # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
         without = {item.module for item in self.linears.values() if item.expert is None}
@@ -328,6 +329,7 @@ class LayerSolver:
                 dtype=self.context.dtype,
                 watch=self.shadows.watch,
             )
+            self.result.spill()
         return outputs
 
     def _read(self, item: Linear) -> Tensor:

@@ -10,12 +10,13 @@ import json
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from glm5_quant import __version__
@@ -44,6 +45,7 @@ from glm5_quant.model.journal import (
     write_record,
 )
 from glm5_quant.model.layers import LayerRunner
+from glm5_quant.model.shards import DTYPE_NAMES, Spec, write_shard
 from glm5_quant.model.texts import read_texts
 from glm5_quant.model.tokenizing import decoded_vocabulary, load_tokenizer
 from glm5_quant.quant.numeric import numeric_positions, numeric_token_ids
@@ -154,6 +156,7 @@ class _Run:
             activation=activation(checkpoint),
             token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
             shadowed=frozenset(i.name for i in self.offering) if settings.quant.shadow_budget else frozenset(),
+            spill_folder=journal.folder / "stream",
             scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
         )
         names = NAMES if self.context.two_streams else NAMES[1:]
@@ -177,8 +180,7 @@ class _Run:
             if self.should_stop():
                 raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
             inputs = self._layer(layer, inputs)
-        for stream in self.streams.values():
-            stream.clear()
+        shutil.rmtree(self.journal.folder / "stream", ignore_errors=True)
         finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant)
 
     def _start(self) -> dict[str, Tensor]:
@@ -212,7 +214,7 @@ class _Run:
         path = self.journal.layer_file(layer)
         if outcome.shadows:
             save_layer(self.journal.candidates_file(layer), outcome.shadows)
-        save_layer(path, outcome.result.tensors)
+        save_layer(path, outcome.result.tensors, outcome.result.parts)
         record = LayerRecord(
             layer=layer,
             file_sha256=file_sha256(path),
@@ -229,15 +231,25 @@ class _Run:
         return record
 
 
-def save_layer(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one layer's tensors, whole or not at all. A layer with nothing to quantize is a file without tensors."""
-    temporary = path.with_suffix(".part")
-    try:
-        save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, temporary, metadata={"format": "pt"})
-        temporary.replace(path)
-    except Exception as error:  # safetensors raises its own type for a full disk
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"layer cannot be written ({error})", file=path) from None
+def save_layer(path: Path, tensors: dict[str, Tensor], parts: Sequence[Path] = ()) -> None:
+    """Write one layer's tensors, whole or not at all: those in memory and those already moved to `parts`, which go.
+
+    A layer with nothing to quantize is a file without tensors.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(part, framework="pt")) for part in parts]
+        home = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+        def read(name: str) -> Tensor:
+            return tensors[name] if name in tensors else home[name].get_tensor(name)
+
+        specs = [Spec(name, DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in tensors.items()]
+        for name, file in home.items():
+            part = file.get_slice(name)
+            specs.append(Spec(name, part.get_dtype(), tuple(part.get_shape())))
+        write_shard(path, specs, read)
+    for part in parts:
+        part.unlink()
 
 
 def peak_memory_bytes() -> int:

@@ -171,11 +171,11 @@ def test_a_run_killed_with_sigkill_goes_on_and_ends_with_the_same_bytes(tmp_path
         "from support_calibrate import small\n"
         "import glm5_quant.calibrate.run as run\n"
         "keep = run.save_layer\n"
-        "def dying(path, tensors):\n"
+        "def dying(path, tensors, *parts):\n"
         "    if path.name == '00001.safetensors':\n"
         "        path.with_suffix('.part').write_bytes(b'half')\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    keep(path, tensors)\n"
+        "    keep(path, tensors, *parts)\n"
         "run.save_layer = dying\n"
         f"small(Path({str(model)!r}), Path({str(work)!r}), dataset=Path({str(tmp_path / 'sample.txt')!r}))\n"
     )
@@ -341,14 +341,24 @@ def test_o27_a_full_disk_gives_one_message_and_leaves_no_half_file(
 ) -> None:
     model = tiny_q3(tmp_path / "m")
 
-    def full(tensors: object, path: Path, metadata: object = None) -> None:
-        Path(path).write_bytes(b"half")
+    def full(tensor: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("glm5_quant.calibrate.run.save_file", full)
+    monkeypatch.setattr("glm5_quant.model.shards.tensor_bytes", full)
     with pytest.raises(UserError, match="No space left"):
         small(model, tmp_path / "w")
     assert list((tmp_path / "w" / "calibration" / "layers").iterdir()) == []
+
+
+def test_codes_moved_to_disk_while_a_layer_is_solved_end_in_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_q3(tmp_path / "m")
+    small(model, tmp_path / "a")
+    monkeypatch.setattr("glm5_quant.calibrate.solve.SPILL_BYTES", 1)
+    small(model, tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert not (tmp_path / "b" / "calibration" / "stream").exists()
 
 
 def test_o27_a_plan_that_needs_more_disk_than_is_free_is_refused(tmp_path: Path) -> None:
