@@ -2,10 +2,11 @@
 
 Letters: E experts, N out, K in, B blocks, T tokens, D hidden size, I expert size, A experts a token chooses.
 
-A matrix is computed from one of three forms, made at its first use and remembered beside it:
+A matrix is computed from one of four forms, made at its first use and remembered beside it:
 
     int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 48 rows; bf16 arithmetic
     wide    nothing: above 48 rows the codes are widened a slice of rows at a time into bf16 matrix products
+    small   matrices of up to 65,536 weights stay widened: calling a kernel would cost more than it saves
     int8    one INT8 number a weight and one scale a row, the shadow merged in, for any number of rows; inputs are
             rounded to 8 bits a token (int8_cpu.py). Only by choice: `resident="int8"`
 """
@@ -25,12 +26,14 @@ from glm5_quant.kernels.int8_cpu import Int8Weight, Rows
 from glm5_quant.kernels.layout import (
     GROUP_SIZE,
     SLICE_WEIGHTS,
+    SMALL_WEIGHTS,
     PackedMatrix,
     block_count,
     dequantize,
     expert,
     rows,
     unpack_planes,
+    weights,
 )
 
 INT4_ROWS = 48
@@ -122,16 +125,19 @@ def _take(every: Rows | Tensor, token: Tensor) -> Rows | Tensor:
 
 
 def _one_expert(x: Rows | Tensor, stack: PackedMatrix, e: int) -> Tensor:
-    if e not in stack.forms:
-        stack.forms[e] = expert(stack, e)
-    packed = cast(PackedMatrix, stack.forms[e])
+    packed = expert(stack, e)
     return int8_cpu.linear(x, int8_form(packed)) if isinstance(x, Rows) else _four(x, packed)
 
 
 def _four(x_TK: Tensor, packed: PackedMatrix) -> Tensor:
     """Float32 [T, N] or bf16 [T, N]: bf16 products of the codes' own weights, plus the shadow."""
     x_TK = x_TK.bfloat16()
-    out_TN = _int4(x_TK, int4_form(packed), packed.n) if x_TK.shape[0] <= INT4_ROWS else _wide(x_TK, packed)
+    if packed.n * packed.k <= SMALL_WEIGHTS:
+        out_TN = functional.linear(x_TK, weights(packed, torch.bfloat16))
+    elif x_TK.shape[0] <= INT4_ROWS:
+        out_TN = _int4(x_TK, int4_form(packed), packed.n)
+    else:
+        out_TN = _wide(x_TK, packed)
     return out_TN if packed.shadow is None else out_TN + reference.shadow_term(x_TK, packed.shadow)
 
 

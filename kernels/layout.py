@@ -14,7 +14,7 @@ Padding contributes exactly zero: inside the ragged last block it repeats that b
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 GROUP_SIZE = 64
 PAIR = 2 * GROUP_SIZE
 SLICE_WEIGHTS = 1 << 19
+SMALL_WEIGHTS = 1 << 16
 ACTIVATIONS = ("none", "int8", "int4-channel", "int4-block")
 
 
@@ -183,8 +184,23 @@ def rows(packed: PackedMatrix, start: int, stop: int) -> PackedMatrix:
     return replace(packed, codes=codes, scale=scale, zero=zero, n=min(stop, packed.n) - start, shadow=None)
 
 
+def weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`dequantize` of a single matrix, remembered if it is so small that widening costs more than memory."""
+    if packed.n * packed.k > SMALL_WEIGHTS:
+        return dequantize(packed, dtype)
+    if dtype not in packed.forms:
+        packed.forms[dtype] = dequantize(packed, dtype)
+    return cast(Tensor, packed.forms[dtype])
+
+
 def expert(packed: PackedMatrix, e: int) -> PackedMatrix:
-    """One matrix of a stack, as a view; its shadow comes along."""
+    """One matrix of a stack, as a view that is remembered; its shadow comes along."""
+    if e not in packed.forms:
+        packed.forms[e] = _expert(packed, e)
+    return cast(PackedMatrix, packed.forms[e])
+
+
+def _expert(packed: PackedMatrix, e: int) -> PackedMatrix:
     shadow = None if packed.shadow is None else _expert_shadow(packed.shadow, e)
     inputs = packed.inputs
     if inputs is not None and inputs.channel_scale is not None and inputs.channel_scale.ndim == 2:

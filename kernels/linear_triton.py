@@ -11,6 +11,8 @@ weights are scaled first and x is the left operand.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from glm5_quant.kernels import reference
 from glm5_quant.kernels.inputs import transform
-from glm5_quant.kernels.layout import PackedMatrix, block_count, padded_k
+from glm5_quant.kernels.layout import PackedMatrix, block_count, dequantize, padded_k
 from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import add_shadow, few_tokens, many_tokens
 from glm5_quant.kernels.triton_host import kernel_input, launch_options, shadow_arguments, uses_asm
@@ -97,7 +99,7 @@ def w4a16(x_TK: Tensor, packed: PackedMatrix, scale_NB: Tensor, config: Config) 
 def w4a16_plain(x_TK: Tensor, packed: PackedMatrix, scale_NB: Tensor, config: Config) -> Tensor:
     """The twin of `w4a16`: the same parts of K, from float32 weights."""
     per_split = -(-(padded_k(packed.k) // 128) // min(config.split_k, padded_k(packed.k) // 128)) * 128
-    x_TK, weight_NK = x_TK[:, : packed.k].float(), reference.weights(packed, scale_NB)
+    x_TK, weight_NK = x_TK[:, : packed.k].float(), dequantize(replace(packed, scale=scale_NB))
     splits = [slice(start, start + per_split) for start in range(0, packed.k, per_split)]
     parts = [x_TK[:, split] @ weight_NK[:, split].T for split in splits]
     if packed.shadow is not None:

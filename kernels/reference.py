@@ -9,14 +9,13 @@ at the end, to the input's dtype. Works on any device; large matrices are widene
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from glm5_quant.kernels.inputs import prepare, quantize
-from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, Shadow, dequantize, expert, rows, to_codes
+from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, Shadow, dequantize, expert, rows, to_codes, weights
 from glm5_quant.quant.activation import Quantized, quantized_matmul
 from glm5_quant.quant.grid import Grid
 
@@ -59,11 +58,6 @@ def experts(
     return out_TD.to(x_TD.dtype)
 
 
-def weights(packed: PackedMatrix, scale: Tensor | None = None) -> Tensor:
-    """Float32 weights [(E,) N, K] without the shadow, with other scales of the same shape if given."""
-    return dequantize(packed if scale is None else replace(packed, scale=scale))
-
-
 def weights_with_shadow(packed: PackedMatrix) -> Tensor:
     """Float32 weights [N, K] of a single matrix with its shadow's columns added."""
     weight_NK, shadow = dequantize(packed), packed.shadow
@@ -83,7 +77,7 @@ def _residual(shadow: Shadow) -> Tensor:
 def _product(x_TK: Tensor, steps: Quantized | None, packed: PackedMatrix) -> Tensor:
     """Plain x @ W^T, from the integer steps of x where it has some."""
     if steps is None:
-        return x_TK @ dequantize(packed).T
+        return x_TK @ weights(packed).T
     return quantized_matmul(steps, to_codes(packed), Grid(scale=packed.scale.float(), zero=packed.zero))
 
 

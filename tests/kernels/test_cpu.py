@@ -24,6 +24,11 @@ BF16, INT8 = 6e-3, 3e-2
 needs_vnni = pytest.mark.skipif(not int8_cpu.has_vnni(), reason="this CPU has no VNNI instructions")
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SMALL_WEIGHTS", 0)
+
+
 @pytest.fixture(params=["fbgemm", "onednn"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if not int8_cpu.has_vnni():
@@ -42,6 +47,16 @@ def test_four_bit_weights_in_bf16_arithmetic(tokens: int, n: int, k: int) -> Non
     found = linear(x, packed, bias, backend="cpu")
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, n)
     assert relative_error(found, x.double() @ weight.T + bias.double()) < BF16
+
+
+def test_a_small_matrix_is_widened_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    packed, weight = random_packed(40, 190, dtype=torch.bfloat16)
+    x = random_tokens(3, 190, torch.bfloat16)
+    assert relative_error(linear(x, packed), x.double() @ weight.T) < BF16
+    assert list(packed.forms) == [torch.bfloat16]
+    linear(x.float(), packed)
+    assert torch.equal(packed.forms[torch.float32], dequantize(packed))
 
 
 def test_a_matrix_of_many_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
