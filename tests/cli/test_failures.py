@@ -29,7 +29,7 @@ def work(folder: Path) -> None:
 
 app()
 """
-SLEEP = "(folder / 'ready').touch(); time.sleep(30)"
+SLEEP = "(folder / 'ready').touch(); time.sleep(100)"
 LAYERS = """
     with stop_at_safe_points() as stop:
         for layer in range(100):
@@ -41,18 +41,22 @@ LAYERS = """
 
 
 def _signalled(folder: Path, body: str, *signals: int) -> subprocess.CompletedProcess[str]:
+    """Run a command, send it the signals, each after it has answered the one before; how it ended."""
     code = COMMAND.format(body=body)
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (folder / "ready").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    for number in signals:
+    answers = []
+    for number in signals[:-1]:
         process.send_signal(number)
-        time.sleep(0.05)
-    out, err = process.communicate(timeout=20)
-    return subprocess.CompletedProcess(code, process.returncode, out, err)
+        assert process.stderr is not None
+        answers.append(process.stderr.readline())
+    process.send_signal(signals[-1])
+    out, err = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(code, process.returncode, out, "".join(answers) + err)
 
 
 def test_ctrl_c_ends_at_once_with_130_and_no_traceback(tmp_path: Path) -> None:
@@ -73,13 +77,13 @@ def test_sigterm_during_layers_waits_for_the_layer_in_work(tmp_path: Path) -> No
 
 
 def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
-    ended = _signalled(tmp_path, LAYERS.replace("0.2", "30"), signal.SIGTERM, signal.SIGTERM)
+    ended = _signalled(tmp_path, LAYERS.replace("0.2", "100"), signal.SIGTERM, signal.SIGTERM)
     assert ended.returncode == 75
     assert not (tmp_path / "0").exists()
 
 
 def test_ctrl_c_during_layers_does_not_wait_either(tmp_path: Path) -> None:
-    ended = _signalled(tmp_path, LAYERS.replace("0.2", "30"), signal.SIGINT)
+    ended = _signalled(tmp_path, LAYERS.replace("0.2", "100"), signal.SIGINT)
     assert ended.returncode == 130
 
 
