@@ -180,6 +180,21 @@ def test_in_a_model_without_experts_every_mlp_may_have_shadows_and_attention_non
     assert journal.finish_record().expert_fp16_bytes == 2 * 2 * 3 * 128 * 192
 
 
+def test_inputs_that_are_too_many_for_one_hessian_offer_columns_part_by_part(
+    q3: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 64)
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.HESSIAN_BLOCK", 64)
+    journal = run(q3[0], tmp_path)
+    assert "model.layers.0.mlp.experts.0.gate_proj#64.reach" in load_file(journal.candidates_file(0))
+    record, tensors = journal.finish_record(), bought(journal)
+    assert record.spent_bytes == sum(tensor.nbytes for tensor in tensors.values()) <= record.budget_bytes
+    indices = [tensor for name, tensor in tensors.items() if name.endswith("gate_proj.shadow_index")]
+    assert all(len(set(index.tolist())) == len(index) for index in indices)
+    assert any(int(index.min()) < 64 <= int(index.max()) for index in indices)
+    assert 0 < record.held_out_gain < 1
+
+
 def test_a_super_expert_is_kept_whole_and_comes_back_as_it_was(tmp_path: Path) -> None:
     model = tiny_q3(tmp_path / "m")
     name = "model.layers.1.mlp.experts.2"
