@@ -25,6 +25,7 @@ from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
+from glm5_quant.calibrate.spill import Spill
 from glm5_quant.calibrate.stream import scratch
 from glm5_quant.calibrate.taps import (
     BlockReached,
@@ -129,11 +130,11 @@ class Passed:
 class LayerOutcome:
     """A solved layer: what goes to the journal, and the side values of both streams for the next layer.
 
-    `shadows` are the tensors of the candidates file.
+    `shadows` is what goes to the candidates file.
     """
 
     result: LayerResult
-    shadows: dict[str, Tensor]
+    shadows: Spill
     compensation: CompensationRecord | None
     coverage: list[int] | None
     side: dict[str, Side]
@@ -147,7 +148,11 @@ class LayerSolver:
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
         self.result = LayerResult(folder=context.spill_folder)
-        self.shadows = ShadowFinder(config=context.settings.quant, names=context.shadowed)
+        self.shadows = ShadowFinder(
+            config=context.settings.quant,
+            names=context.shadowed,
+            offers=Spill(folder=context.spill_folder, stem="offered"),
+        )
         # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
@@ -165,7 +170,7 @@ class LayerSolver:
         coverage, replays = self._feed_forward(passed)
         side = {name: self._advance(name, passed[name], replays[name], outputs[name]) for name in self.inputs}
         compensation = self._compensate(outputs)
-        shadows = self.shadows.tensors(outputs["quantized"])
+        shadows = self.shadows.finish(outputs["quantized"])
         return LayerOutcome(
             result=self.result, shadows=shadows, compensation=compensation, coverage=coverage, side=side
         )
@@ -330,6 +335,7 @@ class LayerSolver:
                 watch=self.shadows.watch,
             )
             self.result.spill()
+            self.shadows.offers.spill()
         return outputs
 
     def _read(self, item: Linear) -> Tensor:

@@ -212,8 +212,8 @@ class _Run:
 
     def _commit(self, layer: int, outcome: LayerOutcome, stream_error: float | None, seconds: float) -> LayerRecord:
         path = self.journal.layer_file(layer)
-        if outcome.shadows:
-            save_layer(self.journal.candidates_file(layer), outcome.shadows)
+        if outcome.shadows.tensors:
+            save_layer(self.journal.candidates_file(layer), outcome.shadows.tensors, outcome.shadows.parts)
         save_layer(path, outcome.result.tensors, outcome.result.parts)
         record = LayerRecord(
             layer=layer,

@@ -26,6 +26,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.spill import Spill
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.rotation import rotate
@@ -94,11 +95,12 @@ def fp16_bytes(items: Iterable[Linear]) -> int:
 
 @dataclass(kw_only=True)
 class ShadowFinder:
-    """Gathers one layer's candidates. `names` are the matrices that may have shadows."""
+    """Gathers one layer's candidates. `names` are the matrices that may have shadows; `offers` what they offer."""
 
     config: QuantConfig
     names: frozenset[str]
-    found: dict[str, tuple[Candidates, Tensor, Facts]] = field(default_factory=dict)
+    offers: Spill = field(default_factory=Spill)
+    facts: dict[str, Facts] = field(default_factory=dict)
     energy: dict[str, list[tuple[Tensor | int, Tensor]]] = field(default_factory=dict)
     peak: dict[str, float] = field(default_factory=dict)
 
@@ -117,9 +119,15 @@ class ShadowFinder:
             count = candidate_count(weight_NK.shape[1], self.config.shadow_budget)
             found = find_columns(error_NK, trusted_KK, count, DAMP)
             if len(found.channels):
-                unseen = self._unseen(found, error_NK, solution.restored_NK[rows], weight_NK, solution)
                 name = f"{linear.name}#{first}" if first else linear.name
-                self.found[name] = replace(found, channels=found.channels + first), unseen, facts
+                self.facts[name] = facts
+                self.offers.tensors |= {
+                    f"{name}.channels": (found.channels + first).int(),
+                    f"{name}.drops": found.drops,
+                    f"{name}.unseen": self._unseen(found, error_NK, solution.restored_NK[rows], weight_NK, solution),
+                    f"{name}.reach": found.reach,
+                    f"{name}.within": found.within,
+                }
 
     def _unseen(
         self, found: Candidates, error_NK: Tensor, restored_NK: Tensor, weight_NK: Tensor, solution: Solution
@@ -164,24 +172,16 @@ class ShadowFinder:
         self.energy.setdefault(network, []).append((index, energy_T if scale_T is None else energy_T * scale_T**2))
         self.peak[network] = max(self.peak.get(network, 0.0), float(y_TD.abs().amax()))
 
-    def tensors(self, hidden_WTD: Tensor) -> dict[str, Tensor]:
+    def finish(self, hidden_WTD: Tensor) -> Spill:
         """What goes to the journal, given the layer's output."""
         tiny = torch.finfo(torch.float32).tiny
         weight_T = torch.cat([1.0 / window.float().square().sum(-1).clamp(min=tiny) for window in hidden_WTD])
         shares = {network: _share(parts, weight_T) for network, parts in self.energy.items()}
-        out: dict[str, Tensor] = {}
-        for name, (candidates, unseen, facts) in self.found.items():
+        for name, facts in self.facts.items():
             network = network_of(name)
             whole = replace(facts, share=shares.get(network, 0.0), peak=self.peak.get(network, 0.0))
-            out |= {
-                f"{name}.channels": candidates.channels.int(),
-                f"{name}.drops": candidates.drops,
-                f"{name}.unseen": unseen,
-                f"{name}.reach": candidates.reach,
-                f"{name}.within": candidates.within,
-                f"{name}.facts": torch.tensor(astuple(whole), dtype=torch.float64),
-            }
-        return out
+            self.offers.tensors[f"{name}.facts"] = torch.tensor(astuple(whole), dtype=torch.float64)
+        return self.offers
 
 
 def network_of(name: str) -> str:

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence, Part
 from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
+from glm5_quant.calibrate.spill import Spill
 from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import ModuleRecord
 from glm5_quant.quant import shrinkage
@@ -30,26 +29,12 @@ from glm5_quant.quant.shrinkage import choose_trust
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
 
-SPILL_BYTES = 64 * 2**20
-
 
 @dataclass(kw_only=True)
-class LayerResult:
+class LayerResult(Spill):
     """What one layer gathers on its way to the journal: packed tensors by full name, and a record a linear."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, ModuleRecord] = field(default_factory=dict)
-    folder: Path | None = None
-    parts: list[Path] = field(default_factory=list)
-
-    def spill(self) -> None:
-        """Move the tensors so far to a file: a layer of 256 experts holds 5 GB of codes, an expert 20 MB."""
-        if self.folder is None or sum(tensor.nbytes for tensor in self.tensors.values()) < SPILL_BYTES:
-            return
-        path = self.folder / f"solved.{len(self.parts):05d}.part"
-        save_file(self.tensors, path)
-        self.parts.append(path)
-        self.tensors = {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -355,7 +355,7 @@ def test_codes_moved_to_disk_while_a_layer_is_solved_end_in_the_same_file(
 ) -> None:
     model = tiny_q3(tmp_path / "m")
     small(model, tmp_path / "a")
-    monkeypatch.setattr("glm5_quant.calibrate.solve.SPILL_BYTES", 1)
+    monkeypatch.setattr("glm5_quant.calibrate.spill.SPILL_BYTES", 1)
     small(model, tmp_path / "b")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     assert not (tmp_path / "b" / "calibration" / "stream").exists()
