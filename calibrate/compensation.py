@@ -5,7 +5,7 @@ The vector is the mean, over the windows that are fitted on, of what quantizatio
 contribution (output minus input, source minus quantized). Its gain is fitted on held-out windows to what is missing
 from the whole quantized stream. Every token counts by the inverse square of its size in the source stream: the next
 norm divides by that size, and without it the few tokens of massive activations, whose errors are a thousand times
-larger, would decide alone. It is kept only if it lowers the held-out error in both measures, weighted and not.
+larger, would decide alone. It is kept only if it lowers the held-out error, weighted by 1% at least and plain at all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from torch import Tensor
 
 from glm5_quant.model.journal import CompensationRecord
 from glm5_quant.quant.compensation import GainFit
+
+
+# Less than this saves nothing that a model notices, while every layer after it is calibrated on another stream.
+WORTH_KEEPING = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ def fit_compensation(
 ) -> Compensation | None:
     """Vector and gain from both streams at a layer's ends, [W, T, D] by name; the last `held_windows` are held out.
 
-    None where nothing is held out, or where it would not lower the error there.
+    None where nothing is held out, or where it would not lower the error there by 1%.
     """
     source = outputs["source"]
     quantized, before = (part["quantized"][-len(source) :] for part in (outputs, inputs))
@@ -68,7 +72,7 @@ def fit_compensation(
     if gain <= 0:
         return None
     left, plain_left = _error_left([pair for _, *pair in held], gain * vector_D)
-    if max(left, plain_left) >= 1:
+    if left > WORTH_KEEPING or plain_left >= 1:
         return None
     return Compensation(vector=vector_D, gain=gain, record=CompensationRecord(gain=float(gain), error_left=left))
 
