@@ -19,7 +19,6 @@ from torch import Tensor
 from glm5_quant.model.journal import CompensationRecord
 from glm5_quant.quant.compensation import GainFit
 
-
 # Less than this saves nothing that a model notices, while every layer after it is calibrated on another stream.
 WORTH_KEEPING = 0.99
 
