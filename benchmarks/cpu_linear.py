@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_linear.py [--shapes 2048x6144 6144x2048] [--tokens 1 4 16 32] [--turns 25]
 
-Contenders: torch bf16 and fp32 `F.linear`; ours with 4-bit weights (int4) and with INT8-resident weights (int8), each
-through `dispatch.linear`, so rounding of tokens and of results counts; OpenVINO's and onnxruntime's 4-bit linears when
-they are installed. Goals (issue 5): 3.1 / 2.9 / 4.0 / 5.0 times bf16 at 1 / 4 / 16 / 32 tokens.
+Contenders: torch bf16 `F.linear` (and, with --fp32, fp32); ours with 4-bit weights (int4) and INT8-resident weights
+(int8), each through `dispatch.linear`, so rounding of tokens and of results counts; OpenVINO's and onnxruntime's 4-bit
+linears when they are installed. Goals (issue 5): 3.1 / 2.9 / 4.0 / 5.0 times bf16 at 1 / 4 / 16 / 32 tokens.
 """
 
 from __future__ import annotations
@@ -84,14 +84,17 @@ def onnxruntime_linear(packed: PackedMatrix, x: torch.Tensor) -> Callable[[], ob
     return lambda: session.run(None, values)
 
 
-def contenders(packed: PackedMatrix, weight: torch.Tensor, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+def contenders(
+    packed: PackedMatrix, weight: torch.Tensor, x: torch.Tensor, fp32: bool
+) -> dict[str, Callable[[], object]]:
     """Everything that can be run here, by name; the first is the base."""
-    wide, eight = weight.float(), replace(packed, resident="int8")
+    eight = replace(packed, resident="int8")
+    wide, x_wide = (weight.float(), x.float()) if fp32 else (weight, x)
     found: dict[str, Callable[[], object] | None] = {
         "bf16": lambda: functional.linear(x, weight),
         "ours int4": lambda: linear(x, packed, backend="cpu"),
         "ours int8": lambda: linear(x, eight, backend="cpu"),
-        "fp32": lambda: functional.linear(x.float(), wide),
+        "fp32": (lambda: functional.linear(x_wide, wide)) if fp32 else None,
         "OpenVINO": openvino_linear(packed, x),
         "onnxruntime": onnxruntime_linear(packed, x),
     }
@@ -114,6 +117,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["2048x6144", "6144x2048"], metavar="NxK")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 32])
     parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument(
+        "--fp32", action="store_true", help="torch fp32 as well; its 50 MB push the others out of caches"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(machine())
@@ -122,7 +128,7 @@ def main() -> None:
         weight = dequantize(packed, torch.bfloat16)
         for number, tokens in enumerate(options.tokens):
             x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-            timings = interleave(contenders(packed, weight, x), options.turns)
+            timings = interleave(contenders(packed, weight, x, options.fp32), options.turns)
             if not number:
                 print(f"\n{n} x {k}, times bf16 (milliseconds of CPU)\n\n| tokens | {' | '.join(timings)} |")
                 print("|" + "---|" * (len(timings) + 1))
