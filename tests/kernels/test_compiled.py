@@ -51,3 +51,15 @@ def test_what_a_backend_made_of_a_matrix_is_made_once() -> None:
     assert compiled._whole(tensors, values, 32, 64) is first
     moved = [tensors[0], tensors[1].clone(), tensors[2]]
     assert compiled._whole(moved, values, 32, 64) is not first
+
+
+@pytest.mark.parametrize("int8", [None, False, True])
+def test_the_operators_are_plain_functions_too(int8: bool | None) -> None:
+    shadow = None if int8 is None else random_shadow(40, 128, [3], int8=int8)
+    packed, _ = random_packed(40, 128, shadow=shadow)
+    x = random_tokens(3, 128)
+    assert torch.equal(compiled.linear(x, packed, None, "reference"), linear(x, packed))
+    gate_up, down = random_packed(128, 64, 4)[0], random_packed(64, 64, 4, seed=1)[0]
+    index, weight = random_routing(3, 4, 2)
+    found = compiled.experts(x[:, :64], index, weight, gate_up, down, "silu", "reference")
+    assert torch.equal(found, experts(x[:, :64], index, weight, gate_up, down))

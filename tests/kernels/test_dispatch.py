@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from support_kernels import random_packed
 
+from glm5_quant.kernels import dispatch
 from glm5_quant.kernels.dispatch import choose_backend, experts, linear
 
 
@@ -15,6 +21,34 @@ def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GLM5_QUANT_BACKEND", "fastest")
     with pytest.raises(ValueError, match="one of reference, cpu, triton, found 'fastest'"):
         choose_backend(torch.ones(1, 64), random_packed(8, 64)[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "triton", "chosen"),
+    [
+        (torch.bfloat16, True, "triton"),
+        (torch.float16, True, "triton"),
+        (torch.float32, True, "reference"),
+        (torch.bfloat16, False, "reference"),
+    ],
+)
+def test_on_a_gpu_halves_go_to_triton_where_it_is_installed(
+    dtype: torch.dtype, triton: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "has_triton", lambda: triton)
+    x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
+    assert choose_backend(cast(torch.Tensor, x), random_packed(8, 64)[0]) == chosen
+
+
+def test_triton_is_asked_for_but_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    with pytest.raises(ValueError, match="needs the triton package, which is not installed"):
+        choose_backend(torch.ones(1, 64), random_packed(8, 64)[0], "triton")
+
+
+def test_the_package_imports_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; from glm5_quant.kernels import compiled, cpu, dispatch, tune"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_linear_cannot_take_is_named() -> None:
