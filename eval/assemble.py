@@ -33,6 +33,7 @@ from glm5_quant.eval.text_part import TextPart
 from glm5_quant.eval.vocabulary import numeric_rule_text
 
 LONG = 2048
+FEW = 5
 
 
 def assemble(
@@ -54,6 +55,13 @@ def assemble(
         session.notes.append(
             f"short text only: no token was scored {LONG} tokens in or later, so damage that needs "
             "long context cannot show; use a longer window or long_dialogue"
+        )
+    few = [
+        len(part.base.tally.sums.get("all", {})) for part in (text, talk) if part is not None and part.base is not None
+    ]
+    if few and min(few) < FEW:
+        session.notes.append(
+            f"intervals rest on {min(few)} windows or dialogues only: too few to trust; use at least {FEW}"
         )
     languages = {name.partition(":")[2] for name in base.tally.sums if name.startswith("language:")}
     if len(languages) == 1:

@@ -119,10 +119,11 @@ def test_numeric_tasks_are_answered_by_every_model_and_compared(tokenizer: Any, 
     assert "sums" in to_html(result)
 
 
-def test_one_script_and_short_text_are_said_in_notes(tokenizer: Any) -> None:
+def test_one_script_short_text_and_few_clusters_are_said_in_notes(tokenizer: Any) -> None:
     result = evaluate(uniform(), [uniform()], ["only English here"], tokenizer=tokenizer, draws=20)
     assert any("one script (en)" in note for note in result.notes)
     assert any("short text only" in note for note in result.notes)
+    assert any("intervals rest on 1 windows" in note for note in result.notes)
 
 
 def test_without_the_harness_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
