@@ -362,12 +362,15 @@ class LayerSolver:
         return Tokens(index_T=index, scale_T=scale, weight_T=weight)
 
     def _pool(self, flat: dict[str, Tensor]) -> Evidence:
-        """Moments of all tokens of the layer: what an expert without any token of its own is solved on."""
-        pool = self.context.evidence(flat["quantized"].shape[-1], len(flat["quantized"]))
-        for start in range(0, len(flat["quantized"]), self.context.chunk_tokens):
-            part = slice(start, start + self.context.chunk_tokens)
-            source = flat["source"][part] if "source" in flat else None  # both follow all windows where experts are
-            pool.add(flat["quantized"][part], source, start)
+        """Moments of all tokens of the layer: what experts without any token of their own are solved on.
+
+        Nothing is held out and no gap is followed, so that solving one expert leaves the pool as it was for the next.
+        """
+        x_TD = flat["quantized"]
+        tokens, device = len(x_TD), self.context.settings.device
+        pool = Evidence.empty(x_TD.shape[-1], tokens=tokens, held_from=tokens, gap=False, device=device)
+        for start in range(0, tokens, self.context.chunk_tokens):
+            pool.add(x_TD[start : start + self.context.chunk_tokens], None, start)
         return pool
 
     def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:

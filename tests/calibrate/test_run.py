@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support_calibrate import sample_text, small
-from support_models import OVERRIDES, byte_tokenizer, rewrite, tiny, tiny_glm, tiny_q3
+from support_models import OVERRIDES, byte_tokenizer, read_tensors, rewrite, tiny, tiny_glm, tiny_q3
 
 from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.run import StoppedSafely, token_weight
@@ -314,6 +314,30 @@ def test_o07_o08_an_expert_without_tokens_gets_finite_weights_of_the_same_format
         if item.expert == 3:
             source, got = read_linear(checkpoint, item, torch.float32), restored(journal, 1, item.name)
             assert float((got - source).norm() / source.norm()) < 0.15
+
+
+def test_o08_unseen_experts_with_equal_weights_are_solved_equally(tmp_path: Path) -> None:
+    """They share the layer's pooled statistics, which must not be used up by the first of them."""
+    model = tiny_glm(tmp_path / "m")
+    stored = read_tensors(model)
+    prefix = "model.layers.1.mlp."
+
+    def banish(bias: torch.Tensor) -> torch.Tensor:
+        bias[2:] = -1e4
+        return bias
+
+    rewrite(model, f"{prefix}gate.e_score_correction_bias", banish)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        twin = stored[f"{prefix}experts.2.{part}.weight"]
+        rewrite(model, f"{prefix}experts.3.{part}.weight", lambda _, twin=twin: twin.clone())
+    report = small(model, tmp_path / "w")
+    assert report.coverage.unseen == 2
+    journal = open_journal(report.journal)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        two, three = (restored(journal, 1, f"{prefix}experts.{e}.{part}") for e in (2, 3))
+        assert torch.equal(two, three), part
+        records = journal.record(1).modules
+        assert records[f"{prefix}experts.2.{part}"] == records[f"{prefix}experts.3.{part}"], part
 
 
 def test_o07_all_experts_changes_the_token_counts(tmp_path: Path) -> None:
