@@ -15,7 +15,7 @@ from glm5_quant.calibrate.memory import cut, physical_memory, run_dtype
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.checkpoint import Checkpoint
-from glm5_quant.model.errors import UserError
+from glm5_quant.model.errors import UserError, human_bytes
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
 
 SOURCE_TOKENS_PER_CHANNEL = 8
@@ -78,16 +78,16 @@ class Plan:
             raise UserError(
                 "one layer does not fit in the memory allowed",
                 item="--max-memory",
-                found=gib(self.memory_cap_bytes),
-                expected=f"at least {gib(self.least_memory_bytes)}",
+                found=human_bytes(self.memory_cap_bytes),
+                expected=f"at least {human_bytes(self.least_memory_bytes)}",
             )
         if self.disk_free_bytes < self.disk_needed_bytes:
             raise UserError(
                 "too little free disk for the journal",
                 file=self.work_dir,
-                found=gib(self.disk_free_bytes),
-                expected=f"{gib(self.disk_needed_bytes)} (codes {gib(self.journal_bytes)}, "
-                f"hidden states {gib(self.stream_bytes)})",
+                found=human_bytes(self.disk_free_bytes),
+                expected=f"{human_bytes(self.disk_needed_bytes)} (codes {human_bytes(self.journal_bytes)}, "
+                f"hidden states {human_bytes(self.stream_bytes)})",
                 hint="Use another --work-dir or fewer --num-samples",
             )
 
@@ -171,11 +171,3 @@ def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float 
             f"{ragged[0].name}: {ragged[0].k}): their last block is shorter, which only this package's runtime loads"
         )
     return found
-
-
-def gib(count: int) -> str:
-    """Bytes for people."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,7 +32,6 @@ from glm5_quant.calibrate.shadows import shadowed
 from glm5_quant.calibrate.stream import NAMES, Stream
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.families import model_config
 from glm5_quant.model.journal import (
     DataRecord,
     Journal,
@@ -39,7 +39,6 @@ from glm5_quant.model.journal import (
     Manifest,
     SourceRecord,
     config_digest,
-    file_sha256,
     open_journal,
     shard_digest,
     write_record,
@@ -64,8 +63,6 @@ class LayerDone:
     seconds: float
     worst: float
     worst_name: str
-    memory_bytes: int
-    reused: bool
 
 
 Progress = Callable[[LayerDone], None]
@@ -153,7 +150,7 @@ class _Run:
             source_first=len(ids_WT) - plan.source_windows(len(ids_WT), settings.held_windows(len(ids_WT))),
             chunk_tokens=plan.chunk_tokens,
             keep_bytes=plan.keep_bytes,
-            activation=activation(checkpoint),
+            activation=activation(runner.config),
             token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
             shadowed=frozenset(i.name for i in self.offering) if settings.quant.shadow_budget else frozenset(),
             spill_folder=journal.folder / "stream",
@@ -214,10 +211,10 @@ class _Run:
         path = self.journal.layer_file(layer)
         if outcome.shadows.tensors:
             save_layer(self.journal.candidates_file(layer), outcome.shadows.tensors, outcome.shadows.parts)
-        save_layer(path, outcome.result.tensors, outcome.result.parts)
+        digest = save_layer(path, outcome.result.tensors, outcome.result.parts)
         record = LayerRecord(
             layer=layer,
-            file_sha256=file_sha256(path),
+            file_sha256=digest,
             modules=outcome.result.modules,
             coverage=outcome.coverage,
             stream_error=stream_error,
@@ -231,10 +228,10 @@ class _Run:
         return record
 
 
-def save_layer(path: Path, tensors: dict[str, Tensor], parts: Sequence[Path] = ()) -> None:
+def save_layer(path: Path, tensors: dict[str, Tensor], parts: Sequence[Path] = ()) -> str:
     """Write one layer's tensors, whole or not at all: those in memory and those already moved to `parts`, which go.
 
-    A layer with nothing to quantize is a file without tensors.
+    Returns the file's SHA-256. A layer with nothing to quantize is a file without tensors.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(part, framework="pt")) for part in parts]
@@ -247,9 +244,10 @@ def save_layer(path: Path, tensors: dict[str, Tensor], parts: Sequence[Path] = (
         for name, file in home.items():
             part = file.get_slice(name)
             specs.append(Spec(name, part.get_dtype(), tuple(part.get_shape())))
-        write_shard(path, specs, read)
+        digest = write_shard(path, specs, read).sha256
     for part in parts:
         part.unlink()
+    return digest
 
 
 def peak_memory_bytes() -> int:
@@ -257,12 +255,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def activation(checkpoint: Checkpoint) -> Callable[[Tensor], Tensor]:
+def activation(config: Any) -> Callable[[Tensor], Tensor]:
     """The function between gate and up, by the name the config gives it."""
     from transformers.activations import ACT2FN
 
-    name = str(getattr(model_config(checkpoint.config, file=checkpoint.config_file), "hidden_act", "silu"))
-    found: Callable[[Tensor], Tensor] = ACT2FN[name]
+    found: Callable[[Tensor], Tensor] = ACT2FN[str(getattr(config, "hidden_act", "silu"))]
     return found
 
 
@@ -281,7 +278,6 @@ def _read_data(checkpoint: Checkpoint, dataset: str | Path, settings: Settings) 
 
 
 def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, settings: Settings, plan: Plan) -> Manifest:
-    files = sorted({info.file for info in checkpoint.tensors.values()})
     return Manifest(
         tool_version=__version__,
         source=SourceRecord(
@@ -289,7 +285,7 @@ def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, setti
             model_type=plan.family.model_type,
             dtype=str(checkpoint.dtype).removeprefix("torch."),
             config_sha256=config_digest(checkpoint.config),
-            shards={file.name: shard_digest(file) for file in files},
+            shards={file.name: shard_digest(file) for file in checkpoint.shards},
         ),
         data=DataRecord(
             name=str(dataset),
@@ -360,6 +356,4 @@ def _done(record: LayerRecord, layers: int) -> LayerDone:
         seconds=record.seconds,
         worst=0.0 if module is None else module.error,
         worst_name=name,
-        memory_bytes=peak_memory_bytes(),
-        reused=False,
     )

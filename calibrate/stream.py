@@ -7,7 +7,6 @@ boundary are what a killed run goes on from.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import uuid
@@ -87,13 +86,6 @@ class Stream:
     def drop(self, boundary: int) -> None:
         for path in (self.path(boundary), self.side_path(boundary)):
             path.unlink(missing_ok=True)
-
-    def clear(self) -> None:
-        """Remove every file of this stream."""
-        for path in self.folder.glob(f"{self.name}.*"):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
 
 
 def scratch(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -161,10 +161,10 @@ def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[
 def show_result(result: EvalResult, html: str | None, markdown: str | None, json: bool) -> None:
     """Print the tables or JSON; write the report files that were asked for."""
     from glm5_quant import eval as room
-    from glm5_quant.model.journal import write_atomic
+    from glm5_quant.model.atomic import write_bytes
 
     for path, form in ((html, "to_html"), (markdown, "to_markdown")):
         if path is not None:
-            write_atomic(Path(path).expanduser(), getattr(room, form)(result).encode())
+            write_bytes(Path(path).expanduser(), getattr(room, form)(result).encode())
             say(f"Report: {path}")
     print(room.to_json(result) if json else room.to_table(result), end="")

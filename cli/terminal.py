@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from glm5_quant.model.errors import human_bytes as human_bytes
 
 
 def say(message: str) -> None:
@@ -35,14 +35,6 @@ def say_next(command: str, argument: str | Path | None = None, **options: str | 
 def warn(messages: Iterable[str]) -> None:
     for message in messages:
         say(f"warning: {message}")
-
-
-def human_bytes(count: float) -> str:
-    """`17.2 MiB`; powers of 1024."""
-    size, unit = float(count), 0
-    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
 
 
 def human_time(seconds: float) -> str:

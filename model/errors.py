@@ -1,8 +1,10 @@
-"""The one error that users see: file, item, what was found, what was expected, and what to do."""
+"""The one error that users see: file, item, what was found, what was expected, and what to do; sizes in its words."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class UserError(ValueError):
@@ -33,3 +35,11 @@ class UserError(ValueError):
         if hint is not None:
             text += f". {hint}"
         super().__init__(text)
+
+
+def human_bytes(count: float) -> str:
+    """`17.2 MiB`; powers of 1024."""
+    size, unit = float(count), 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"

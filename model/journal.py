@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from glm5_quant.model import atomic
 from glm5_quant.model.errors import UserError
 
 SCHEMA = 1
@@ -212,22 +212,8 @@ def read_model(path: Path, kind: type[_M]) -> _M:
         raise UserError(f"cannot be read ({error.strerror})", file=path) from None
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it appears whole or not at all: temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot be written ({error.strerror})", file=path) from None
-
-
 def write_record(path: Path, record: BaseModel) -> None:
-    write_atomic(path, (record.model_dump_json(indent=1) + "\n").encode())
+    atomic.write_bytes(path, (record.model_dump_json(indent=1) + "\n").encode())
 
 
 def file_sha256(path: Path) -> str:

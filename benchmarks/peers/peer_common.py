@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 
@@ -31,6 +32,18 @@ def group_for(columns: int, group_size: int) -> int:
     our three).
     """
     return next(size for size in range(group_size, 0, -1) if columns % size == 0)
+
+
+def uneven_linears(model: Path, group_size: int) -> dict[str, int]:
+    """Linears of a folder whose width `group_size` does not divide, with the group they get (see `group_for`)."""
+    found = {}
+    for path in sorted(model.glob("*.safetensors")):
+        with safe_open(path, "pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - a handle is not a dict
+                shape = handle.get_slice(name).get_shape()
+                if name.endswith("_proj.weight") and len(shape) == 2 and shape[1] % group_size:
+                    found[name.removesuffix(".weight")] = group_for(shape[1], group_size)
+    return found
 
 
 class Clock:

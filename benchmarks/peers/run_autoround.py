@@ -13,23 +13,15 @@ from pathlib import Path
 
 import torch
 from auto_round import AutoRound
-from peer_common import Clock, calibration_tokens, group_for, one_thread, versions, write_record
-from safetensors import safe_open
+from peer_common import Clock, calibration_tokens, one_thread, uneven_linears, versions, write_record
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 
 def uneven_layers(model: Path, args) -> dict[str, dict]:
-    """Layers whose width the group size does not divide, with the group they get (peer_common.group_for)."""
-    layers = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 - a handle is not a dict
-                shape = handle.get_slice(name).get_shape()
-                if name.endswith("_proj.weight") and len(shape) == 2 and shape[1] % args.group_size:
-                    settings = {"bits": 4, "group_size": group_for(shape[1], args.group_size), "sym": args.symmetric}
-                    layers[name.removesuffix(".weight")] = settings
-    return layers
+    """Layers whose width the group size does not divide, with the group they get (peer_common.uneven_linears)."""
+    uneven = uneven_linears(model, args.group_size)
+    return {name: {"bits": 4, "group_size": size, "sym": args.symmetric} for name, size in uneven.items()}
 
 
 def main() -> None:

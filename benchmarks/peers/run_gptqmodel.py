@@ -7,25 +7,18 @@ its own damping. The result is in the GPTQ format, version 2 (zero-points as the
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 from gptqmodel.quantization import FORMAT
-from peer_common import Clock, calibration_tokens, group_for, one_thread, versions, write_record
-from safetensors import safe_open
+from peer_common import Clock, calibration_tokens, one_thread, uneven_linears, versions, write_record
 
 
 def uneven_layers(model: Path, group_size: int) -> dict[str, dict]:
-    """Per-layer overrides for widths that the group size does not divide (peer_common.group_for)."""
-    overrides = {}
-    for path in sorted(model.glob("*.safetensors")):
-        with safe_open(path, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 - a handle is not a dict
-                shape = handle.get_slice(name).get_shape()
-                if name.endswith("_proj.weight") and len(shape) == 2 and shape[1] % group_size:
-                    module = name.removesuffix(".weight").replace(".", r"\.")
-                    overrides[f"+:^{module}$"] = {"group_size": group_for(shape[1], group_size)}
-    return overrides
+    """Per-layer overrides for widths that the group size does not divide (peer_common.uneven_linears)."""
+    uneven = uneven_linears(model, group_size)
+    return {f"+:^{re.escape(name)}$": {"group_size": size} for name, size in uneven.items()}
 
 
 def main() -> None:

@@ -152,8 +152,8 @@ def test_a_stream_appears_whole_and_opens_with_the_same_values(tmp_path: Path) -
     again = Stream(folder=tmp_path / "s", name="quantized", shape=(2, 3, 4))
     assert torch.equal(again.open(1), values)
     assert again.side[0].tolist() == [[1, 2]]
-    stream.clear()
-    assert not (tmp_path / "s").exists()
+    stream.drop(1)
+    assert list((tmp_path / "s").iterdir()) == []
 
 
 def test_a_cut_stream_file_is_refused_by_name_and_size(tmp_path: Path) -> None:

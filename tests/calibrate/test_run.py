@@ -175,7 +175,7 @@ def test_a_run_killed_with_sigkill_goes_on_and_ends_with_the_same_bytes(tmp_path
         "    if path.name == '00001.safetensors':\n"
         "        path.with_suffix('.part').write_bytes(b'half')\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    keep(path, tensors, *parts)\n"
+        "    return keep(path, tensors, *parts)\n"
         "run.save_layer = dying\n"
         f"small(Path({str(model)!r}), Path({str(work)!r}), dataset=Path({str(tmp_path / 'sample.txt')!r}))\n"
     )
