@@ -64,7 +64,7 @@ def calibrate(
     dataset: opt.Dataset = None,
     num_samples: opt.NumSamples = 128,
     seqlen: opt.SeqLen = 512,
-    preset: opt.PresetOption = opt.Preset.default,
+    preset: opt.PresetOption = "default",
     symmetric: opt.Symmetric = False,
     rotation: RotationOption = None,
     activations: ActivationsOption = None,
@@ -84,17 +84,16 @@ def calibrate(
     A stopped run goes on where it stopped when the same command is given again.
     """
     model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
-    from glm5_quant.calibrate.settings import Settings, quant_config
+    from glm5_quant.calibrate.presets import make_settings
 
-    quant = quant_config(
-        preset.value,
-        symmetric=symmetric or None,
-        rotation=rotation and rotation.value,
-        activations=activations and activations.value,
-        shadow_budget=shadow_budget,
-    )
-    settings = Settings(
-        quant=quant,
+    settings = make_settings(
+        preset,
+        quant={
+            "symmetric": symmetric or None,
+            "rotation": rotation and rotation.value,
+            "activations": activations and activations.value,
+            "shadow_budget": shadow_budget,
+        },
         num_samples=num_samples,
         seqlen=seqlen,
         seed=seed,

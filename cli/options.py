@@ -100,8 +100,24 @@ class Activations(StrEnum):
     int4_block = "int4-block"
 
 
+
+
+def _preset(text: str) -> str:
+    """A preset's name or a TOML file's; anything else is a usage error."""
+    if text in list(Preset) or text.endswith(".toml"):
+        return text
+    raise typer.BadParameter(f"{text!r} is neither one of {', '.join(Preset)} nor a .toml file.")
+
+
 PresetOption = Annotated[
-    Preset, typer.Option(help="fast: grids only; high: every ingredient.", rich_help_panel=SETTINGS)
+    str,
+    typer.Option(
+        metavar="NAME|FILE.toml",
+        callback=_preset,
+        help='fast: grids only; default; high: every ingredient; or a TOML file: base = "default" and single settings, '
+        "such as routing_exponent = 2.",
+        rich_help_panel=SETTINGS,
+    ),
 ]
 AS_PRESET = "by preset"
 """How a default that depends on the preset is shown in the help."""

@@ -26,7 +26,7 @@ def plan(
     model: opt.Model = None,
     num_samples: opt.NumSamples = 128,
     seqlen: opt.SeqLen = 512,
-    preset: opt.PresetOption = opt.Preset.default,
+    preset: opt.PresetOption = "default",
     symmetric: opt.Symmetric = False,
     work_dir: opt.WorkDir = opt.WORK_DIR,
     device: opt.Device = "cpu",
@@ -35,10 +35,11 @@ def plan(
 ) -> None:
     """Say what `calibrate` would cost: sizes, peak memory, disk, coverage. Reads headers only."""
     model = model or packaged_model()
-    from glm5_quant.calibrate.settings import Settings, quant_config
+    from glm5_quant.calibrate.presets import make_settings
 
-    settings = Settings(
-        quant=quant_config(preset.value, symmetric=symmetric or None),
+    settings = make_settings(
+        preset,
+        quant={"symmetric": symmetric or None},
         num_samples=num_samples,
         seqlen=seqlen,
         device=device,
