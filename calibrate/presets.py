@@ -82,9 +82,7 @@ def _of_values(values: dict[str, Any], file: Path) -> Preset:
         config = replace(quant_config(base), **quant)
         Settings(quant=config, **settings)
     except UserError as error:
-        raise UserError(
-            error.problem, file=file, item=error.item, found=error.found, expected=error.expected
-        ) from None
+        raise UserError(error.problem, file=file, item=error.item, found=error.found, expected=error.expected) from None
     except ValueError as error:
         name, _, rest = str(error).partition(" is ")
         found, _, expected = rest.partition(", expected ")
@@ -105,5 +103,5 @@ def _checked(name: str, value: Any, known: Mapping[str, Any], file: Path) -> Any
     try:
         return TypeAdapter(kind).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
     except ValidationError as error:
-        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise UserError("setting of the wrong kind", file=file, item=name, found=repr(value), expected=expected) from None
+        wanted = error.errors()[0]["msg"].removeprefix("Input should be ")
+        raise UserError("setting of the wrong kind", file=file, item=name, found=repr(value), expected=wanted) from None

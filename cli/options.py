@@ -100,8 +100,6 @@ class Activations(StrEnum):
     int4_block = "int4-block"
 
 
-
-
 def _preset(text: str) -> str:
     """A preset's name or a TOML file's; anything else is a usage error."""
     if text in list(Preset) or text.endswith(".toml"):
