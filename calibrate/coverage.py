@@ -5,7 +5,8 @@ Dimensions: T tokens, E experts, top_k experts of a token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,8 +40,18 @@ def by_expert(chosen_TK: Tensor, scale_TK: Tensor, experts: int) -> Routed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bin:
+    """How many experts saw `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+    experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Coverage of all MoE layers: experts that saw nothing or fewer tokens than the target, least and mean counts."""
+    """Coverage of all MoE layers: experts that saw nothing or fewer tokens than the target, least and mean counts, and
+    a histogram whose bins double from the target up and halve from it down."""
 
     layers: int
     experts: int
@@ -49,6 +60,7 @@ class Coverage:
     target: int
     least: int
     mean: float
+    histogram: list[Bin] = field(default_factory=list)
 
     @property
     def line(self) -> str:
@@ -72,4 +84,22 @@ def summarize(counts: list[list[int]], target: int) -> Coverage:
         target=target,
         least=min(flat, default=0),
         mean=sum(flat) / len(flat) if flat else 0.0,
+        histogram=histogram(flat, target),
     )
+
+
+def histogram(counts: list[int], target: int) -> list[Bin]:
+    """Bins 0, 1 to .., up to the largest count; empty ones at either end are left out."""
+    if not counts:
+        return []
+    edges = [max(target, 1)]
+    while edges[0] > 1:
+        edges.insert(0, edges[0] // 2)
+    while edges[-1] <= max(counts):
+        edges.append(2 * edges[-1])
+    bins = [
+        Bin(low=low, high=high - 1, experts=sum(low <= count < high for count in counts))
+        for low, high in pairwise([0, *edges])
+    ]
+    filled = [number for number, one in enumerate(bins) if one.experts]
+    return bins[filled[0] : filled[-1] + 1]

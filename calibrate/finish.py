@@ -181,11 +181,12 @@ class _Market:
 
     def _copy_change(self, matrix: Matrix) -> float:
         """Change of the held-out error when a matrix is kept whole: what the record says quantization costs there."""
-        return -matrix.share * (self._records(matrix.linear.layer).get(matrix.linear.name) or 0.0)
+        return -matrix.share * self._costs(matrix.linear.layer).get(matrix.linear.name, 0.0)
 
-    def _records(self, layer: int) -> dict[str, float | None]:
+    def _costs(self, layer: int) -> dict[str, float]:
         modules = self.journal.record(layer).modules
-        return {name: module.held_out_error for name, module in modules.items()}
+        judged = {name: module for name, module in modules.items() if module.held_out_error is not None}
+        return {name: (module.held_out_error or 0.0) - module.held_out_floor for name, module in judged.items()}
 
     def _unseen_changes(self, bought: Purchase) -> dict[int, float]:
         """By layer, the change of its networks' held-out error; layers about which held-out tokens say nothing are

@@ -1,30 +1,57 @@
-"""What a calibration came to, as one dataclass: the terminal table, JSON and the report all read this."""
+"""What a calibration came to, as one dataclass: the terminal table, JSON and Markdown all read this."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from glm5_quant.calibrate.coverage import Coverage, summarize
-from glm5_quant.model.journal import FinishRecord, Journal, LayerRecord
+from glm5_quant.calibrate.starved import Starved, starved_experts
+from glm5_quant.model.journal import FinishRecord, Journal, LayerRecord, ModuleRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleError:
-    """All matrices of one role: mean relative error on calibration tokens, beside plain round-to-nearest's."""
+class MeanError:
+    """Mean relative error of some matrices, beside plain round-to-nearest's.
 
-    role: str
+    `error`, `error_rtn`: on calibration tokens, relative to the source's weight; where the target correction is at
+    work this says little. `held_out`, `held_out_rtn`: against the source stream, of the `judged` matrices for which
+    tokens were kept out of the solve; None where there are none.
+    """
+
     count: int
     error: float
     error_rtn: float
+    judged: int
+    held_out: float | None
+    held_out_rtn: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleError(MeanError):
+    """All matrices of one role."""
+
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerError(MeanError):
+    """All matrices of one layer. `stream_error`: distance of the two streams behind it, relative to the source's."""
+
+    layer: int
+    stream_error: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
     """Result of `calibrate`. Times in seconds, memory in bytes.
 
-    `shadows` is what the model's byte budget bought; `compensation` the gain of each layer that has one, by layer.
+    `shadows` is what the model's byte budget bought; `compensation` the gain of each layer that has one, by layer;
+    `worst` the matrices of the largest error, held out where there is such a figure; `starved` the experts below the
+    coverage target and what was done for each.
     """
 
     journal: Path
@@ -34,8 +61,10 @@ class CalibrationReport:
     modules: int
     tokens: int
     roles: list[RoleError]
+    by_layer: list[LayerError]
     worst: list[tuple[str, float]]
     coverage: Coverage
+    starved: list[Starved]
     zero_blocks: dict[str, int]
     fallbacks: dict[str, str]
     stream_error: float | None
@@ -59,7 +88,8 @@ def build_report(
     """Read every layer's record and add them up."""
     records = [journal.record(layer) for layer in journal.finished()]
     modules = {name: module for record in records for name, module in record.modules.items()}
-    ranked = sorted(modules.items(), key=lambda item: -item[1].error)
+    ranked = sorted(modules.items(), key=lambda item: -item[1].shown_error)
+    settings, finish = journal.manifest.settings, journal.finish_record()
     return CalibrationReport(
         journal=journal.folder,
         model=journal.manifest.source.folder,
@@ -68,18 +98,29 @@ def build_report(
         modules=len(modules),
         tokens=journal.manifest.data.tokens,
         roles=_roles(records),
-        worst=[(name, module.error) for name, module in ranked[:5]],
+        by_layer=layer_errors(records),
+        worst=[(name, module.shown_error) for name, module in ranked[:5]],
         coverage=summarize([record.coverage for record in records if record.coverage is not None], target),
+        starved=[one for record in records for one in starved_experts(record, target, settings)],
         zero_blocks={name: module.zero_blocks for name, module in modules.items() if module.zero_blocks},
         fallbacks={name: module.fallback for name, module in modules.items() if module.fallback},
         stream_error=records[-1].stream_error if records else None,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
-        shadows=journal.finish_record(),
+        shadows=finish,
         compensation={r.layer: r.compensation.gain for r in records if r.compensation is not None},
         warnings=warnings,
-        notes=[f"layer {record.layer}: {note}" for record in records for note in record.notes],
+        notes=_notes(records, finish),
     )
+
+
+def layer_errors(records: Iterable[LayerRecord]) -> list[LayerError]:
+    """One entry a layer that has quantized matrices."""
+    return [
+        LayerError(layer=record.layer, stream_error=record.stream_error, **_means(list(record.modules.values())))
+        for record in records
+        if record.modules
+    ]
 
 
 def _roles(records: list[LayerRecord]) -> list[RoleError]:
@@ -87,12 +128,39 @@ def _roles(records: list[LayerRecord]) -> list[RoleError]:
     for record in records:
         for module in record.modules.values():
             by_role[module.role].append(module)
-    return [
-        RoleError(
-            role=role,
-            count=len(items),
-            error=sum(item.error for item in items) / len(items),
-            error_rtn=sum(item.error_rtn for item in items) / len(items),
-        )
-        for role, items in sorted(by_role.items())
-    ]
+    return [RoleError(role=role, **_means(items)) for role, items in sorted(by_role.items())]
+
+
+def _means(items: Sequence[ModuleRecord]) -> dict[str, Any]:
+    judged = [m for m in items if m.held_out_error is not None and m.held_out_rtn is not None]
+    return {
+        "count": len(items),
+        "error": sum(item.error for item in items) / len(items),
+        "error_rtn": sum(item.error_rtn for item in items) / len(items),
+        "judged": len(judged),
+        "held_out": sum(m.held_out_error or 0.0 for m in judged) / len(judged) if judged else None,
+        "held_out_rtn": sum(m.held_out_rtn or 0.0 for m in judged) / len(judged) if judged else None,
+    }
+
+
+def _notes(records: list[LayerRecord], finish: FinishRecord) -> list[str]:
+    """Each layer's notes, equal ones told once for all their layers; and the layers whose shadows were refused."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for record in records:
+        for note in record.notes:
+            layers[note].append(record.layer)
+    if finish.refused_layers:
+        layers["shadows refused: they would have raised the error of held-out tokens"] = finish.refused_layers
+    return [f"{spans(numbers)}: {note}" for note, numbers in layers.items()]
+
+
+def spans(layers: Sequence[int]) -> str:
+    """`layer 3`, `layers 0, 4 to 7`; numbers ascending."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
+    return f"layer{'' if len(layers) == 1 else 's'} {text}"

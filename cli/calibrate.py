@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,18 @@ from glm5_quant.cli.defaults import calibration_data, packaged_model, unless_def
 from glm5_quant.cli.failures import StoppedSafely, guarded, stop_at_safe_points
 from glm5_quant.cli.plan import announce, show_plan
 from glm5_quant.cli.progress import LayerProgress
-from glm5_quant.cli.terminal import facts, human_bytes, human_time, json_text, say, say_next, table, warn
+from glm5_quant.cli.terminal import (
+    errors,
+    facts,
+    histogram,
+    human_bytes,
+    human_time,
+    json_text,
+    say,
+    say_next,
+    table,
+    warn,
+)
 
 if TYPE_CHECKING:
     from glm5_quant.calibrate.report import CalibrationReport
@@ -140,15 +152,26 @@ def show_report(report: CalibrationReport, json: bool) -> None:
     if json:
         print(json_text(report))
         return
-    rows = [
-        (role.role, role.count, f"{role.error:.4f}", f"{role.error_rtn:.4f}", _share(role.error, role.error_rtn))
-        for role in report.roles
-    ]
-    print(table(("matrices", "count", "error", "round-to-nearest", "ratio"), rows))
+    print(_roles(report))
+    if report.coverage.histogram:
+        print()
+        print(histogram(report.coverage.histogram))
     print()
     print(facts(*_facts(report)))
     for note in report.notes:
         say(f"note: {note}")
+
+
+def _roles(report: CalibrationReport) -> str:
+    """Errors by role: held out, against the source stream, where there are such figures; else on calibration tokens."""
+    if any(role.judged for role in report.roles):
+        held = [(role.held_out, role.held_out_rtn) for role in report.roles]
+        rows = [
+            (role.role, role.count, role.judged, *errors(*pair)) for role, pair in zip(report.roles, held, strict=True)
+        ]
+        return table(("matrices", "count", "judged", "held-out error", "round-to-nearest", "ratio"), rows)
+    rows = [(role.role, role.count, *errors(role.error, role.error_rtn)) for role in report.roles]
+    return table(("matrices", "count", "calibration error", "round-to-nearest", "ratio"), rows)
 
 
 def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
@@ -158,6 +181,7 @@ def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
         ("layers", f"{report.layers}{reused}"),
         ("tokens", f"{report.tokens:,}"),
         ("coverage", report.coverage.line),
+        ("starved", _starved(report)),
         ("shadows", _shadows(report)),
         ("compensation", _compensation(report)),
         ("worst", ", ".join(f"{name} {error:.4f}" for name, error in report.worst[:3])),
@@ -167,6 +191,14 @@ def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
         ("peak memory", human_bytes(report.peak_memory_bytes)),
         ("journal", report.journal),
     ]
+
+
+def _starved(report: CalibrationReport) -> str | None:
+    """What was done for experts below the coverage target, most common first; None where there are none."""
+    if not report.starved:
+        return None
+    kinds = Counter(one.kind for one in report.starved)
+    return f"{len(report.starved)} experts: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
 
 
 def _shadows(report: CalibrationReport) -> str:
@@ -186,7 +218,3 @@ def _shadows(report: CalibrationReport) -> str:
 def _compensation(report: CalibrationReport) -> str:
     gains = report.compensation.values()
     return f"{len(gains)} of {report.layers} layers, gains {min(gains):.2f} to {max(gains):.2f}" if gains else "none"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"

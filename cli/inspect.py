@@ -10,7 +10,7 @@ import typer
 from glm5_quant.cli import options as opt
 from glm5_quant.cli.defaults import calibration_folder
 from glm5_quant.cli.failures import guarded
-from glm5_quant.cli.terminal import facts, human_bytes, json_text, table
+from glm5_quant.cli.terminal import errors, facts, human_bytes, json_text, table
 from glm5_quant.model.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,23 +71,28 @@ def _show_journal(journal: Journal, layer: int | None, json: bool) -> None:
 
 
 def _layers(records: list[Any]) -> str:
+    from glm5_quant.calibrate.report import layer_errors
+
+    means = {one.layer: one for one in layer_errors(records)}
     rows = []
     for record in records:
-        errors = [module.error for module in record.modules.values()]
-        worst = max(record.modules, key=lambda name: record.modules[name].error, default="")
+        mean = means.get(record.layer)
+        worst, module = max(record.modules.items(), key=lambda item: item[1].shown_error, default=("", None))
         seen = record.coverage
         rows.append(
             (
                 record.layer,
-                len(errors),
-                f"{sum(errors) / len(errors):.4f}" if errors else None,
-                f"{max(errors):.4f}" if errors else None,
+                len(record.modules),
+                None if mean is None else f"{mean.error:.4f}",
+                *(errors(mean.held_out, mean.held_out_rtn) if mean is not None else ("-", "-", "-")),
+                None if module is None else f"{module.shown_error:.4f}",
                 worst.split(".", 3)[-1],
                 f"{min(seen)} to {max(seen)}" if seen else None,
                 f"{record.seconds:.1f}",
             )
         )
-    return table(("layer", "matrices", "mean error", "worst", "which", "tokens an expert", "seconds"), rows)
+    headers = ("layer", "matrices", "error", "held out", "round-to-nearest", "ratio", "worst", "which")
+    return table((*headers, "tokens an expert", "seconds"), rows)
 
 
 def _modules(record: Any) -> str:
@@ -96,14 +101,15 @@ def _modules(record: Any) -> str:
             name.split(".", 3)[-1],
             f"{m.n} x {m.k}",
             m.tokens,
-            f"{m.error:.4f}",
-            f"{m.error_rtn:.4f}",
+            *errors(m.error, m.error_rtn)[:2],
+            *errors(m.held_out_error, m.held_out_rtn),
             m.alpha,
             m.zero_blocks,
         )
         for name, m in record.modules.items()
     ]
-    return table(("matrix", "size", "tokens", "error", "round-to-nearest", "alpha", "zero blocks"), rows)
+    headers = ("matrix", "size", "tokens", "error", "round-to-nearest", "held out", "round-to-nearest", "ratio")
+    return table((*headers, "alpha", "zero blocks"), rows)
 
 
 def _show_checkpoint(checkpoint: Checkpoint, layer: int | None, json: bool) -> None:

@@ -65,6 +65,28 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, fold: boo
     )
 
 
+def errors(error: float | None, plain: float | None) -> tuple[str, str, str]:
+    """An error, round-to-nearest's, and their ratio, as text; dashes for None."""
+    if error is None or plain is None:
+        return "-", "-", "-"
+    return f"{error:.4f}", f"{plain:.4f}", f"{error / plain:.0%}" if plain else "-"
+
+
+def histogram(bins: Iterable[Any]) -> str:
+    """Experts by tokens seen: a line a bin, with a bar."""
+    bins = list(bins)
+    most = max(one.experts for one in bins)
+    rows = [
+        (
+            f"{one.low:,}" if one.low == one.high else f"{one.low:,} to {one.high:,}",
+            one.experts,
+            "#" * -(-30 * one.experts // most),
+        )
+        for one in bins
+    ]
+    return table(("tokens an expert", "experts", ""), rows)
+
+
 def facts(*lines: tuple[str, object]) -> str:
     """Names and values below each other; values that are None are left out."""
     width = max(len(name) for name, _ in lines)

@@ -9,6 +9,7 @@ Layout of `<work>/calibration/`:
     shadows.safetensors         the shadows bought for the whole model after the last layer, in the sidecar's names
     finish.json                 what that came to; its presence means the journal is complete
     log.jsonl                   one line an event
+    report.md                   what it came to, for people
     stream/                     hidden states at the last finished layer boundary, so that a killed run goes on
 
 A layer file holds for each quantized linear M: `M.weight_packed` int32 [N, ceil(K/8)], `M.weight_scale` [N, B],
@@ -83,7 +84,9 @@ class Manifest(_Record):
 class ModuleRecord(_Record):
     """One quantized linear. Errors are relative: tr(E H E^T) / tr(W H W^T), on calibration tokens.
 
-    `held_out_error` is measured against the source stream on tokens kept out of the solve, where there were any.
+    The held-out ones, on tokens kept out of the solve where there were any, are measured against the source stream:
+    |W^ x~ - W x|^2 with x~ the input that the quantized layers before it leave. `held_out_rtn` has round-to-nearest in
+    the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no rounding here.
     """
 
     role: str
@@ -94,9 +97,16 @@ class ModuleRecord(_Record):
     error: float
     error_rtn: float
     held_out_error: float | None = None
+    held_out_rtn: float | None = None
+    held_out_floor: float = 0.0
     alpha: float = 0.0
     zero_blocks: int = 0
     fallback: str | None = None
+
+    @property
+    def shown_error(self) -> float:
+        """The held-out error where there is one: what people are shown, and what matrices are ranked by."""
+        return self.error if self.held_out_error is None else self.held_out_error
 
 
 class CompensationRecord(_Record):
