@@ -11,5 +11,5 @@ step() {
 step glm5-quant calibrate
 step glm5-quant export
 step glm5-quant verify
-step glm5-quant eval --long-dialogue 200 --html glm5-quant-work/report.html
+step glm5-quant eval --long-dialogue 200 --report glm5-quant-work/report.html
 printf '\nThe report: glm5-quant-work/report.html\n' >&2

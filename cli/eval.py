@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ from glm5_quant.cli import options as opt
 from glm5_quant.cli.defaults import existing_export, is_packaged, source_of_work, unless_default
 from glm5_quant.cli.failures import FAILED, GATE_FAILED, guarded
 from glm5_quant.cli.progress import StageProgress
-from glm5_quant.cli.terminal import say, say_next
+from glm5_quant.cli.terminal import say, say_next, table
+from glm5_quant.model.errors import UserError
 
 if TYPE_CHECKING:
     from glm5_quant.eval import EvalResult
@@ -41,12 +43,6 @@ Quantized = Annotated[
     ),
 ]
 Window = Annotated[int, typer.Option(min=2, metavar="N", help="Tokens of a window.", rich_help_panel=opt.SETTINGS)]
-Stride = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="New tokens a window.", show_default="all but one", rich_help_panel=opt.SETTINGS
-    ),
-]
 NumWindows = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Stop after so many.", show_default="all", rich_help_panel=opt.SETTINGS),
@@ -76,10 +72,31 @@ Gate = Annotated[
         metavar="GATES", help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.", rich_help_panel=opt.SETTINGS
     ),
 ]
-Html = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Also write a page with plots.", rich_help_panel=opt.OUTPUT)
+Trace = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PROMPT",
+        help="Write how each token of it is routed to WORK_DIR/routing_trace.json; repeatable.",
+        rich_help_panel=opt.OUTPUT,
+    ),
 ]
-Markdown = Annotated[str | None, typer.Option(metavar="FILE", help="Also write Markdown.", rich_help_panel=opt.OUTPUT)]
+Report = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE", help="Also write a .html page with plots, .md or .json; repeatable.", rich_help_panel=opt.OUTPUT
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME[=VALUE]",
+        help="Any other setting, e.g. num-dialogues=4, stress, decode-steps, sequential, source-cache=FOLDER; "
+        "'help' lists all. Repeatable.",
+        rich_help_panel=opt.SETTINGS,
+    ),
+]
+FORMS = {".html": "to_html", ".md": "to_markdown", ".json": "to_json"}
 
 
 def register(app: typer.Typer) -> None:
@@ -92,7 +109,6 @@ def evaluate(
     quantized: Quantized = None,
     dataset: opt.Dataset = None,
     window: Window = 512,
-    stride: Stride = None,
     num_windows: NumWindows = None,
     long_dialogue: LongDialogue = None,
     free_running: FreeRunning = False,
@@ -100,22 +116,22 @@ def evaluate(
     critical_words: CriticalWords = None,
     task: Task = None,
     gate: Gate = None,
+    settings: Set = None,
     work_dir: opt.WorkDir = opt.WORK_DIR,
     device: opt.Device = "cpu",
     seed: opt.Seed = 0,
-    html: Html = None,
-    markdown: Markdown = None,
+    trace: Trace = None,
+    report: Report = None,
     json: opt.Json = False,
 ) -> int:
     """Measure perplexity, divergence, number errors and drift of exports against their source."""
-    exports = quantized or [str(existing_export(work_dir))]
-    source = source_of_work(model, work_dir)
-    texts, dialogues = _data(dataset, source, long_dialogue)
-    from glm5_quant.eval import evaluate as measure
-
+    if settings and "help" in settings:
+        return _list_settings()
+    for path in report or ():
+        if Path(path).suffix not in FORMS:
+            raise typer.BadParameter(f"{path} ends in none of {', '.join(FORMS)}", param_hint="--report")
     chosen: dict[str, Any] = {
         "window": window,
-        "stride": stride,
         "num_windows": num_windows,
         "long_dialogue": long_dialogue,
         "free_running": free_running,
@@ -125,12 +141,21 @@ def evaluate(
         "seed": seed,
         "device": device,
     }
+    chosen |= _other_settings(settings or [], chosen)
+    exports = quantized or [str(existing_export(work_dir))]
+    source = source_of_work(model, work_dir)
+    texts, dialogues = _data(dataset, source, long_dialogue)
+    inputs: dict[str, Any] = {"dialogues": dialogues, "tasks": task or (), "prompts": trace or ()}
+    from glm5_quant.eval import evaluate as measure
+
     with StageProgress() as bar:
-        result = measure(source, exports, texts, dialogues=dialogues, tasks=task or (), progress=bar.advance, **chosen)
+        result = measure(source, exports, texts, progress=bar.advance, **inputs, **chosen)
     result = replace(result, command=shlex.join(["glm5-quant", *sys.argv[1:]]))
-    show_result(result, html, markdown, json)
+    show_result(result, report or [], json)
+    if trace:
+        write_traces(result, Path(work_dir) / "routing_trace.json")
     if long_dialogue is None:
-        say_next("eval", dataset=dataset, work_dir=unless_default(work_dir), long_dialogue="200", html="report.html")
+        say_next("eval", dataset=dataset, work_dir=unless_default(work_dir), long_dialogue="200", report="report.html")
     else:
         say_next("inspect", work_dir=unless_default(work_dir))
     if result.status != "ok":
@@ -158,13 +183,46 @@ def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[
     ] or None
 
 
-def show_result(result: EvalResult, html: str | None, markdown: str | None, json: bool) -> None:
-    """Print the tables or JSON; write the report files that were asked for."""
+def _list_settings() -> int:
+    """All settings with what they mean and their defaults, on stdout."""
+    from glm5_quant.eval.config import EvalConfig
+
+    print(inspect.cleandoc(EvalConfig.__doc__ or ""), end="\n\n")
+    print(table(("setting", "default"), [(found.name, repr(found.default)) for found in fields(EvalConfig)]))
+    return 0
+
+
+def _other_settings(pairs: list[str], chosen: dict[str, Any]) -> dict[str, object]:
+    """What `--set` asks for; wrong usage where it is no setting, or one that has its own option."""
+    from glm5_quant.eval.config import parse_settings
+
+    try:
+        found = parse_settings(pairs)
+    except UserError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from error
+    own = sorted(found.keys() & chosen.keys())
+    if own:
+        raise typer.BadParameter(f"has an option of its own: {', '.join(own)}", param_hint="--set")
+    return found
+
+
+def show_result(result: EvalResult, reports: list[str], json: bool) -> None:
+    """Write the report files that were asked for, in the form that their endings name; print the tables or JSON."""
     from glm5_quant import eval as room
     from glm5_quant.model.atomic import write_bytes
 
-    for path, form in ((html, "to_html"), (markdown, "to_markdown")):
-        if path is not None:
-            write_bytes(Path(path).expanduser(), getattr(room, form)(result).encode())
-            say(f"Report: {path}")
+    for name in reports:
+        path = Path(name).expanduser()
+        write_bytes(path, getattr(room, FORMS[path.suffix])(result).encode())
+        say(f"Report: {name}")
     print(room.to_json(result) if json else room.to_table(result), end="")
+
+
+def write_traces(result: EvalResult, path: Path) -> None:
+    """Write the routing traces of all models as JSON."""
+    from glm5_quant.eval import traces_json
+    from glm5_quant.model.atomic import write_bytes
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, traces_json(result).encode())
+    say(f"Routing: {path}")

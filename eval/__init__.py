@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glm5_quant.eval.config import EvalConfig
     from glm5_quant.eval.report_html import to_html
-    from glm5_quant.eval.report_json import to_json
+    from glm5_quant.eval.report_json import to_json, traces_json
     from glm5_quant.eval.report_markdown import to_markdown
     from glm5_quant.eval.report_table import to_table
     from glm5_quant.eval.result import EvalResult
@@ -28,9 +28,10 @@ _HOMES = {
     "to_json": "report_json",
     "to_markdown": "report_markdown",
     "to_table": "report_table",
+    "traces_json": "report_json",
 }
 
-__all__ = ["EvalConfig", "EvalResult", "evaluate", "to_html", "to_json", "to_markdown", "to_table"]
+__all__ = ["EvalConfig", "EvalResult", "evaluate", "to_html", "to_json", "to_markdown", "to_table", "traces_json"]
 
 
 def __getattr__(name: str) -> Any:

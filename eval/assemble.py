@@ -75,6 +75,7 @@ def assemble(
         invalid=base.invalid,
         source_dialogue=_source_dialogue(session, talk),
         cache_variants=variants,
+        traces=tuple(session.traces),
         noise_kl=diagnosis.noise_kl,
         notes=tuple(dict.fromkeys(session.notes)),
         forward_tokens=session.tokens_read(None),

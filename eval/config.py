@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 from glm5_quant.model.errors import UserError
 
 KV_CACHES = ("fp16", "fp8", "int4", "tiered")
+SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,38 @@ class EvalConfig:
             raise UserError("out of range", item="kv_feedback", found=self.kv_feedback, expected="0 to 1")
         if not self.margin > 0:
             raise UserError("must be positive", item="margin", found=self.margin, expected="nats per token above 0")
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, object]:
+    """Settings from texts "name=value", or "name" alone for a switch; "none" takes back a number that may be left out.
+
+    The values are checked by `EvalConfig`. Raises UserError for a name it does not have or a value of another kind.
+    """
+    kinds = {found.name: str(found.type) for found in fields(EvalConfig)}
+    chosen: dict[str, object] = {}
+    for pair in pairs:
+        name, given, text = (part.strip() for part in pair.partition("="))
+        name = name.replace("-", "_")
+        if name not in kinds:
+            raise UserError("no such setting", item=name, expected=", ".join(sorted(kinds)))
+        chosen[name] = _value(name, kinds[name], text if given else "on" if kinds[name] == "bool" else None)
+    return chosen
+
+
+def _value(name: str, kind: str, text: str | None) -> object:
+    problem = UserError(
+        "not a value of this setting", item=name, found=text, expected=kind.replace("bool", "on or off")
+    )
+    if text is None:
+        raise problem
+    if kind.endswith("None") and text.lower() == "none":
+        return None
+    try:
+        if kind == "bool":
+            return SWITCH[text.lower()]
+        return int(text) if kind.startswith("int") else float(text) if kind == "float" else text
+    except (KeyError, ValueError):
+        raise problem from None
 
 
 def _at_least(name: str, value: int, least: int) -> None:

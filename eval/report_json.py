@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from glm5_quant.eval.result import EvalResult
@@ -16,10 +16,17 @@ def to_json(result: EvalResult) -> str:
 
 
 def to_dict(result: EvalResult) -> dict[str, Any]:
-    """The whole result as plain dictionaries and lists, with NaN and infinity as None."""
-    found: dict[str, Any] = _clean(asdict(result))
+    """The whole result but its routing traces as plain dictionaries and lists, with NaN and infinity as None."""
+    found: dict[str, Any] = _clean(asdict(replace(result, traces=())))
+    del found["traces"]
     found["gates_passed"] = result.gates_passed
     return found
+
+
+def traces_json(result: EvalResult) -> str:
+    """The routing traces by themselves: what `routing_trace.json` holds."""
+    traces = _clean([asdict(trace) for trace in result.traces])
+    return json.dumps({"schema_version": result.schema_version, "traces": traces}, ensure_ascii=False) + "\n"
 
 
 def _clean(value: Any) -> Any:

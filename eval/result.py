@@ -197,6 +197,27 @@ class ExportResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerTrace:
+    """What one layer's router did with each token of a prompt: experts taken, best first, and their weights."""
+
+    layer: int
+    experts: tuple[tuple[int, ...], ...]
+    weights: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingTrace:
+    """One prompt read by one model ("source" or an export's name). mask_density: by layer and token the share of
+    visible keys that sparse attention keeps, for models that report it."""
+
+    model: str
+    prompt: str
+    tokens: tuple[str, ...]
+    layers: tuple[LayerTrace, ...]
+    mask_density: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """How the figures came about, so that two results can be compared or refused."""
 
@@ -239,6 +260,7 @@ class EvalResult:
     invalid: Invalid | None = None
     source_dialogue: DialogueResult | None = None
     cache_variants: tuple[CacheVariant, ...] = ()
+    traces: tuple[RoutingTrace, ...] = ()
     noise_kl: float | None = None
     gates: tuple[GateResult, ...] = ()
     notes: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.eval.model_parts import decoder_layers, experts_of
+from glm5_quant.eval.result import LayerTrace, RoutingTrace
 
 
 class RoutingRecorder:
@@ -128,11 +129,8 @@ class RoutingWatch:
 
 
 @torch.inference_mode()
-def routing_trace(model: Any, tokenizer: Any, prompt: str) -> dict[str, Any]:
-    """For each token of a prompt: its text, and by layer the experts taken with their weights.
-
-    `mask_density` [layers][tokens], the share of visible keys kept by sparse attention, for models that report it.
-    """
+def routing_trace(model: Any, tokenizer: Any, prompt: str, name: str = "") -> RoutingTrace:
+    """Read a prompt and note for each token, by layer, the experts taken with their weights."""
     ids = torch.tensor([tokenizer.encode(prompt)], dtype=torch.int64)
     weights: dict[int, Tensor] = {}
     handles = []
@@ -153,17 +151,23 @@ def routing_trace(model: Any, tokenizer: Any, prompt: str) -> dict[str, Any]:
         recorder.close()
         for handle in handles:
             handle.remove()
-    index = recorder.take()
     routing = getattr(output, "routing", None) or ()
-    return {
-        "prompt": prompt,
-        "tokens": [tokenizer.decode([token]) for token in ids[0].tolist()],
-        "layers": {
-            str(number): {"experts": index[number].tolist(), "weights": _rounded(weights[number])} for number in index
-        },
-        "mask_density": [_rounded(layer["mask_density"][0]) for layer in routing if "mask_density" in layer],
-    }
+    return RoutingTrace(
+        model=name,
+        prompt=prompt,
+        tokens=tuple(tokenizer.decode([token]) for token in ids[0].tolist()),
+        layers=tuple(_layer_trace(layer, index, weights[layer]) for layer, index in recorder.take().items()),
+        mask_density=tuple(_rounded(layer["mask_density"][0]) for layer in routing if "mask_density" in layer),
+    )
 
 
-def _rounded(values: Tensor) -> Any:
-    return (values.float() * 1e6).round().div(1e6).tolist()
+def _layer_trace(layer: int, index_TK: Tensor, weight_TK: Tensor) -> LayerTrace:
+    """Experts of each token, best first."""
+    order_TK = weight_TK.argsort(dim=1, descending=True, stable=True)
+    experts = index_TK.gather(1, order_TK).tolist()
+    return LayerTrace(layer=layer, experts=tuple(map(tuple, experts)), weights=_rounded(weight_TK.gather(1, order_TK)))
+
+
+def _rounded(values: Tensor) -> tuple[Any, ...]:
+    found = (values.float() * 1e6).round().div(1e6)
+    return tuple(tuple(row) for row in found.tolist()) if found.ndim == 2 else tuple(found.tolist())

@@ -31,6 +31,7 @@ def evaluate(
     *,
     dialogues: Iterable[Any] | str | Path | None = None,
     tasks: Sequence[str | Path] = (),
+    prompts: Sequence[str] = (),
     tokenizer: Any = None,
     names: Sequence[str] | None = None,
     config: EvalConfig | None = None,
@@ -42,7 +43,8 @@ def evaluate(
     source, exports: model folders, transformers causal LMs, or functions `(ids [B, T], mask | None) -> logits
     [B, T, V]`. texts: strings, token id lists, rows of `model.texts.read_texts`, or a path or hub id to read.
     dialogues: rows with `messages`, or a path, for `long_dialogue`; glm5-tiny's held-out corpus where none are given.
-    tasks: files of numeric problems (GSM8K, SVAMP, CMATH). tokenizer: taken from the source's folder unless given.
+    tasks: files of numeric problems (GSM8K, SVAMP, CMATH). prompts: texts whose routing is traced token by token in
+    every model (`result.traces`). tokenizer: taken from the source's folder unless given.
     names: what exports are called in the report. config or settings: fields of `EvalConfig`. progress: told of every
     step.
 
@@ -55,7 +57,7 @@ def evaluate(
     gates = parse_gates(config.gates)
     with Session(source, list(exports), names, tokenizer, config, progress) as session:
         text, talk = _plan(session, _rows(texts), _rows(dialogues))
-        _run(session, text, talk)
+        _run(session, text, talk, prompts)
         result = assemble(session, text, talk, diagnose(session, text, talk), run_tasks(session, tasks))
     return replace(
         result,
@@ -92,14 +94,16 @@ def _plan(
     return None if rows is None else text_part(session, rows), talk
 
 
-def _run(session: Session, text: TextPart | None, talk: DialoguePart | None) -> None:
+def _run(session: Session, text: TextPart | None, talk: DialoguePart | None, prompts: Sequence[str]) -> None:
     config = session.config
     if config.sequential:
         # The source's answers are kept first, so that it need not be held while exports run.
         _read(session, text, talk, [], with_source=True)
+        session.trace(prompts, [None])
         session.release()
     for group in session.groups():
         _read(session, text, talk, group, with_source=not config.sequential)
+        session.trace(prompts, group if config.sequential else [None, *group])
         if config.sequential:
             session.release(group[0])
 

@@ -11,7 +11,10 @@ from typing import Any
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.critical import read_critical_words
 from glm5_quant.eval.loading import names_of, open_runner, other_tokenizers, same_vocabulary, tokenizer_of
+from glm5_quant.eval.model_parts import decoder_layers, experts_of
 from glm5_quant.eval.prefix import find_prefix
+from glm5_quant.eval.result import RoutingTrace
+from glm5_quant.eval.routing import routing_trace
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.score import Marker
 from glm5_quant.eval.source_cache import SourceCache
@@ -24,7 +27,7 @@ Progress = Callable[[str, int, int | None], None]
 class Session:
     """One evaluation in progress. A context manager: it owns a scratch folder and the models it opened.
 
-    State: `source` (None once released), opened exports, and `notes` for the reader of the report.
+    State: `source` (None once released), opened exports, routing traces, and `notes` for the reader of the report.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Session:
         self.opened: dict[int, Runner] = {}
         self.notes: list[str] = other_tokenizers(source, exports, self.names)
         self.read: dict[int | None, int] = {}
+        self.traces: list[RoutingTrace] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="glm5-quant-")
         if not config.sequential:
             for index in range(len(exports)):
@@ -87,6 +91,17 @@ class Session:
         """How many tokens the source (None) or an export has been run on."""
         runner = self.source if index is None else self.opened.get(index)
         return self.read.get(index, 0) if runner is None else runner.tokens
+
+    def trace(self, prompts: Sequence[str], group: Sequence[int | None]) -> None:
+        """Note the routing of every prompt in a group of models (None: the source), where they have experts at all."""
+        for index in group if prompts else ():
+            runner = self.source if index is None else self.export(index)
+            name = "source" if index is None else self.names[index]
+            if self.tokenizer is None or runner is None or not any(map(experts_of, decoder_layers(runner.model))):
+                self.notes.append(f"{name}: no routing to trace, for it has no experts or no tokenizer")
+                continue
+            for prompt in prompts:
+                self.traces.append(routing_trace(runner.model, self.tokenizer, prompt, name))
 
     def kept(self, part: str) -> SourceCache | None:
         """Where the source's answers for a part of the evaluation are kept, if they are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,8 @@ from support_models import byte_tokenizer, rewrite, tiny_glm
 from typer.testing import CliRunner
 
 import glm5_quant.cli.main as main
-from glm5_quant.eval.result import EvalResult, GateResult, Settings
+from glm5_quant.eval.config import EvalConfig
+from glm5_quant.eval.result import EvalResult, GateResult, LayerTrace, RoutingTrace, Settings
 
 TEXT = "The limit of account {0} is {1}.50 EUR, not more than 12.5% above last year's.\n"
 CALIBRATE = ["calibrate", "--num-samples", "8", "--seqlen", "32"]
@@ -255,10 +257,11 @@ def test_sigterm_stops_after_a_layer_and_the_next_run_goes_on(
     assert "(1 from an earlier run)" in done.stdout
 
 
-def _result(*, status: str = "ok", passed: bool = True) -> EvalResult:
+def _result(*, status: str = "ok", passed: bool = True, traces: tuple[RoutingTrace, ...] = ()) -> EvalResult:
     plain = {item.name: "x" if item.type == "str" else 1 for item in fields(Settings)}
     gates = () if passed else (GateResult(gate="kl<0", export="export", value=0.1, passed=False),)
-    return EvalResult(schema_version=1, status=status, settings=Settings(**plain), exports=(), gates=gates)  # type: ignore[arg-type]
+    settings = Settings(**plain)  # type: ignore[arg-type]
+    return EvalResult(schema_version=1, status=status, settings=settings, exports=(), gates=gates, traces=traces)
 
 
 def _eval(monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, *more: str, **outcome: Any) -> tuple[Any, Any]:
@@ -303,10 +306,49 @@ def test_eval_writes_reports_whole_and_names_them(
     monkeypatch: pytest.MonkeyPatch, work: Path, text: Path, tmp_path: Path
 ) -> None:
     page = tmp_path / "report.md"
-    done, _ = _eval(monkeypatch, work, text, "--markdown", str(page), "--json", "--long-dialogue", "200")
+    done, _ = _eval(monkeypatch, work, text, "--report", str(page), "--json", "--long-dialogue", "200")
     assert json.loads(done.stdout)["status"] == "ok"
     assert page.read_text().startswith("# Evaluation")
     assert f"Report: {page}" in done.stderr
+
+
+def test_every_setting_of_an_evaluation_can_be_reached_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, work: Path, text: Path
+) -> None:
+    wanted = ["stride=7", "decode-steps", "stress=on", "sequential=no", "source-cache=kept", "kv_feedback=0.3"]
+    _, asked = _eval(monkeypatch, work, text, *(word for pair in wanted for word in ("--set", pair)))
+    assert (asked["stride"], asked["decode_steps"], asked["stress"], asked["sequential"]) == (7, True, True, False)
+    assert (asked["source_cache"], asked["kv_feedback"]) == ("kept", 0.3)
+    listed = _run("eval", "--set", "help").stdout
+    assert all(re.search(rf"^{found.name} ", listed, re.MULTILINE) for found in fields(EvalConfig))
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [("nope=1", "no such setting"), ("stress=maybe", "on or off"), ("chunk=much", "int"), ("window=9", "of its own")],
+)
+def test_a_setting_that_cannot_be_is_wrong_usage(work: Path, pair: str, said: str) -> None:
+    done = _run("eval", "--work-dir", str(work), "--set", pair)
+    assert done.exit_code == 2
+    assert said in re.sub(r"[\s│]+", " ", done.output)
+
+
+def test_eval_writes_reports_by_their_endings_and_routing_traces(
+    monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    page, plain, where = tmp_path / "r.html", tmp_path / "r.json", tmp_path / "w"
+    layer = LayerTrace(layer=1, experts=((3, 0),), weights=((0.6, 0.4),))
+    found = RoutingTrace(model="source", prompt="hi", tokens=("hi",), layers=(layer,))
+    more = ["--model", str(model), "--quantized", "export", "--report", str(page), "--report", str(plain)]
+    done, asked = _eval(monkeypatch, where, text, *more, "--trace", "hi", traces=(found,))
+    assert done.exit_code == 0, done.output
+    assert asked["prompts"] == ["hi"]
+    assert page.read_text().startswith("<!doctype html")
+    assert "traces" not in json.loads(plain.read_text())
+    traced = json.loads((where / "routing_trace.json").read_text())["traces"]
+    assert traced[0]["layers"] == [{"layer": 1, "experts": [[3, 0]], "weights": [[0.6, 0.4]]}]
+    refused = _run("eval", "--work-dir", str(where), "--report", "page.doc")
+    assert refused.exit_code == 2
 
 
 def test_eval_ends_with_3_when_a_gate_fails_and_with_1_when_figures_are_not_finite(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_models import byte_tokenizer, tiny_glm
+from support_models import byte_tokenizer, tiny, tiny_glm
 
 from glm5_quant.eval import evaluate, to_html, to_json, to_table
 from glm5_quant.eval.kv_cache import CacheSpec, cache_use, new_cache
@@ -136,14 +136,53 @@ def test_rerouted_tokens_are_counted_by_layer(source: Any, tokenizer: Any) -> No
     assert sum(layers[2].source_load) == pytest.approx(1, abs=1e-4)
 
 
-def test_a_trace_shows_what_each_token_was_routed_to(source: Any, tokenizer: Any) -> None:
-    trace = routing_trace(source, tokenizer, "rate 5%")
-    assert "".join(trace["tokens"]).endswith("rate 5%")
-    assert sorted(trace["layers"]) == ["1", "2"]
-    layer = trace["layers"]["1"]
-    assert len(layer["experts"]) == len(trace["tokens"]) and len(layer["experts"][0]) == 2
-    assert all(sum(weights) == pytest.approx(sum(layer["weights"][0]), rel=1e-3) for weights in layer["weights"])
-    json.dumps(trace)
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_trace_shows_what_each_token_was_routed_to_in_every_model(
+    folder: Path, source: Any, tokenizer: Any, sequential: bool
+) -> None:
+    def change(model: Any) -> None:
+        decoder_layers(model)[2].mlp.gate.e_score_correction_bias[0] = -10.0
+
+    settings: dict[str, Any] = {"window": 64, "draws": 20, "diagnose": 0, "sequential": sequential}
+    found = evaluate(folder, [broken(source, change)], TEXTS[:2], prompts=["rate 5%", "x"], names=["cut"], **settings)
+    assert sorted((trace.model, trace.prompt) for trace in found.traces) == [
+        ("cut", "rate 5%"), ("cut", "x"), ("source", "rate 5%"), ("source", "x"),
+    ]  # fmt: skip
+    by_model = {trace.model: trace for trace in found.traces if trace.prompt == "rate 5%"}
+    one, other = by_model["source"], by_model["cut"]
+    assert "".join(one.tokens).endswith("rate 5%")
+    assert [layer.layer for layer in one.layers] == [1, 2]
+    assert one.layers[0] == other.layers[0]
+    assert all(0 not in experts for experts in other.layers[1].experts)
+    for layer in one.layers:
+        assert len(layer.experts) == len(one.tokens)
+        assert all(weights[0] >= weights[1] > 0 for weights in layer.weights)
+
+
+def test_a_trace_names_experts_best_first_with_the_weights_the_layer_was_given(source: Any, tokenizer: Any) -> None:
+    ids = torch.tensor([tokenizer.encode("rate 5%")])
+    given = []
+    experts = experts_of(decoder_layers(source)[1])
+    assert experts is not None
+    handle = experts.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    with torch.inference_mode():
+        source(input_ids=ids, use_cache=False)
+    handle.remove()
+    args, kwargs = given[0]
+    index, weight = (value if torch.is_tensor(value) else None for value in [*args, *kwargs.values()][1:3])
+    traced = routing_trace(source, tokenizer, "rate 5%").layers[0]
+    for token in range(ids.shape[1]):
+        pairs = sorted(zip(weight[token].tolist(), index[token].tolist(), strict=True), reverse=True)
+        assert list(traced.experts[token]) == [expert for _, expert in pairs]
+        assert list(traced.weights[token]) == pytest.approx([value for value, _ in pairs], abs=1e-6)
+
+
+def test_a_model_without_experts_has_no_trace_and_it_is_said(tmp_path: Path) -> None:
+    dense = tiny("llama", tmp_path / "dense")
+    byte_tokenizer(dense)
+    found = evaluate(dense, [], TEXTS[:1], prompts=["hi"], window=64, draws=20)
+    assert found.traces == ()
+    assert any("no routing to trace" in note for note in found.notes)
 
 
 def test_routers_of_dense_layers_are_none(source: Any) -> None:
