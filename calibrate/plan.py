@@ -17,6 +17,7 @@ from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError, human_bytes
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
+from glm5_quant.model.rotated import as_rotated
 
 SOURCE_TOKENS_PER_CHANNEL = 8
 
@@ -99,6 +100,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         UserError: unknown model type, tensors that are missing or of the wrong shape, nothing to quantize, or a work
             folder that cannot be written.
     """
+    checkpoint = as_rotated(checkpoint, settings.quant.rotation)
     family = family_of(checkpoint.config, file=checkpoint.config_file)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
     items = linears(checkpoint, family)

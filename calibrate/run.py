@@ -44,6 +44,7 @@ from glm5_quant.model.journal import (
     write_record,
 )
 from glm5_quant.model.layers import LayerRunner
+from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.shards import DTYPE_NAMES, Spec, write_shard
 from glm5_quant.model.texts import read_texts
 from glm5_quant.model.tokenizing import decoded_vocabulary, load_tokenizer
@@ -96,17 +97,16 @@ def calibrate(
     """
     started = time.monotonic()
     settings = settings or Settings()
-    if settings.quant.rotation == "folded":
-        raise UserError("folded rotation is not offered", item="--rotation", expected="none or full")
     if settings.quant.activations == "int4-channel":
         raise UserError(
             "static channel scales are not calibrated yet", item="--activations", expected="none, int8 or int4-block"
         )
-    checkpoint = open_checkpoint(model)
+    source = open_checkpoint(model)
+    checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
     packed = _read_data(checkpoint, dataset, settings)
-    manifest = _manifest(checkpoint, dataset, packed, settings, plan)
+    manifest = _manifest(source, dataset, packed, settings, plan)
     journal = _open_or_start(work_folder(work_dir), manifest, resume, overwrite)
     reused = len(journal.finished())
     if not journal.complete:

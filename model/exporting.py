@@ -1,7 +1,7 @@
 """Journal + source checkpoint -> INT4 checkpoint folder, one tensor in memory at a time.
 
-For each source tensor: packed in the journal -> the packed parts; replaced in the journal -> that; else a copy. The
-base is what compressed-tensors calls `pack-quantized`; what only this package reads goes to the `eampq/` folder. Same
+For each source tensor: packed in the journal -> the packed parts; replaced in the journal -> that; else a copy (folded
+and rotated first where the journal is of a rotated stream). The base is what compressed-tensors calls `pack-quantized`; what only this package reads goes to the `eampq/` folder. Same
 inputs, same bytes; a killed export is taken up where it stopped; a failed one leaves nothing.
 """
 
@@ -23,8 +23,9 @@ from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors
 from glm5_quant.model.files import INDEX_NAME
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.journal import Journal, config_digest, file_sha256, open_journal, shard_digest
+from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.safetensors_header import read_header
-from glm5_quant.model.scheme import NUMERIC_KEY, InputScheme, Scheme, export_config
+from glm5_quant.model.scheme import NUMERIC_KEY, InputScheme, Scheme, export_config, rotation_of
 from glm5_quant.model.shards import Spec, Written, shard_names, split_into_shards, write_shard
 from glm5_quant.model.verifying import check_structure
 
@@ -165,6 +166,7 @@ def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
             hint="Run the same `glm5-quant calibrate` command again: it goes on where it stopped",
         )
     _check_source(source, journal)
+    source = as_rotated(source, rotation_of(journal.manifest.settings))
     tensors: dict[str, TensorInfo] = {}
     _check_layers(journal)
     for path in _layer_files(journal):

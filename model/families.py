@@ -40,6 +40,9 @@ class Family:
     `renames` are (run-time, on-disk) pieces of tensor names. `parts` are the checkpoint's names of an expert's gate,
     up and down matrices; `fused` the names of the stacks [E, 2I, D] (gate rows first) and [E, D, I] inside the block.
     `side` is the keyword under which a layer's second output goes into the next layer.
+    `stream_readers` are modules outside what is quantized that read the residual stream, each with the norm whose
+    output it reads; the router of an MoE block is one without being named. `unrotatable` says why the stream of this
+    family cannot be rotated inside the weights (model/rotated.py).
     """
 
     model_type: str
@@ -57,6 +60,8 @@ class Family:
     shared_count: str | None = None
     side: str | None = None
     free_heads: bool = False
+    stream_readers: tuple[tuple[str, str], ...] = ()
+    unrotatable: str | None = None
     renames: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -69,13 +74,25 @@ _GLM: dict[str, Any] = {"shared": "shared_experts", "shared_count": "n_shared_ex
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
-        Family(model_type="glm_moe_dsa", attention=MLA, sparse="types", side="prev_topk_indices", **_GLM),
+        Family(
+            model_type="glm_moe_dsa",
+            attention=MLA,
+            sparse="types",
+            side="prev_topk_indices",
+            stream_readers=tuple(("input_layernorm", f"self_attn.indexer.{x}") for x in ("wk", "weights_proj")),
+            **_GLM,
+        ),
         Family(model_type="glm4_moe", sparse="first_k", **_GLM),
         Family(model_type="glm4_moe_lite", attention=MLA, sparse="types", **_GLM),
         Family(model_type="deepseek_v3", attention=MLA, sparse="first_k", **_GLM),
         Family(model_type="deepseek_v2", attention=MLA, sparse="first_k", **_GLM),
         Family(model_type="qwen3_moe", sparse="step"),
-        Family(model_type="qwen2_moe", sparse="step", shared="shared_expert"),
+        Family(
+            model_type="qwen2_moe",
+            sparse="step",
+            shared="shared_expert",
+            stream_readers=(("post_attention_layernorm", "mlp.shared_expert_gate"),),
+        ),
         Family(
             model_type="mixtral",
             sparse="all",
@@ -93,11 +110,21 @@ FAMILIES: dict[str, Family] = {
             fused=(("input_linear", "output_linear"), ("experts.gate_up_proj", "experts.down_proj")),
             renames=((".router.weight", ".router.layer.weight"),),
         ),
-        Family(model_type="glm5_ref", sparse="all", side="prev_expert_index", free_heads=True),
+        Family(
+            model_type="glm5_ref",
+            sparse="all",
+            side="prev_expert_index",
+            free_heads=True,
+            unrotatable="its routers normalise their input by a LayerNorm, which takes the mean over channels off",
+        ),
         Family(model_type="llama"),
         Family(model_type="qwen2"),
         Family(model_type="qwen3"),
-        Family(model_type="glm4", dense=FUSED_MLP),
+        Family(
+            model_type="glm4",
+            dense=FUSED_MLP,
+            unrotatable="norms with gains lie between the attention's and the MLP's outputs and the stream",
+        ),
     )
 }
 

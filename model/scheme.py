@@ -61,9 +61,7 @@ class InputScheme(BaseModel):
         Raises:
             UserError: a name that this package does not know.
         """
-        quant = settings.get("quant", settings)
-        quant = quant if isinstance(quant, Mapping) else {}
-        rotation = quant.get("rotation") or "none"
+        quant, rotation = _quant(settings), rotation_of(settings)
         values = {"rotation": "none" if rotation == "folded" else rotation}
         try:
             return cls.model_validate(values | {"activations": quant.get("activations") or "none"})
@@ -81,6 +79,16 @@ class InputScheme(BaseModel):
     def changes_weights(self) -> bool:
         """Whether codes are wrong for a reader that takes inputs as they are."""
         return self.rotation == "full" or self.activations == "int4-channel"
+
+
+def rotation_of(settings: Mapping[str, Any]) -> str:
+    """The rotation that a journal's settings name, "none" where they name none."""
+    return str(_quant(settings).get("rotation") or "none")
+
+
+def _quant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    quant = settings.get("quant", settings)
+    return quant if isinstance(quant, Mapping) else {}
 
 
 class _Group(_Record):
@@ -145,16 +153,20 @@ def export_config(source: dict[str, Any], scheme: Scheme, *, protect_numeric: bo
     A quantization entry of the source (FP8) would make readers take our tensors for FP8, so it goes at any depth.
     `untie` says that the head has weights of its own now.
     """
-    config = without_quantization(source)
-    if untie:
-        for part in _nested(config):
-            if "tie_word_embeddings" in part:
-                part["tie_word_embeddings"] = False
-        config["tie_word_embeddings"] = False
+    config = without_quantization(untied_config(source) if untie else source)
     config[SCHEME_KEY] = SCHEME
     config[NUMERIC_KEY] = protect_numeric
     config[KEY] = quantization_config(scheme)
     return config
+
+
+def untied_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A deep copy of a model config whose head no longer shares the embedding's matrix."""
+    copied = copy.deepcopy(config)
+    for part in _nested(copied):
+        if "tie_word_embeddings" in part:
+            part["tie_word_embeddings"] = False
+    return copied | {"tie_word_embeddings": False}
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, r
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
 from glm5_quant.model.input_scales import read_scale, value_faults
+from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
-from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY
+from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY, rotation_of
 from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults
 
 DEFAULT_SAMPLES = 32
@@ -77,7 +78,8 @@ class VerifyReport:
 
 def verify(folder: str | Path, source: str | Path | None = None, *, samples: int = DEFAULT_SAMPLES) -> VerifyReport:
     """Read an export back. With `source`, also compare: every tensor present, unpacked ones bit for bit, and the
-    dequantization error of `samples` matrices spread over the model.
+    dequantization error of `samples` matrices spread over the model. Where the stream was rotated inside the weights,
+    the source is rotated the same way first.
 
     Raises:
         UserError: the folder is no checkpoint at all (missing, cut or lying files); smaller faults are in the report.
@@ -98,7 +100,7 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
         faulty = _sidecar_problems(exported, opened)
         problems += faulty
         if source is not None:
-            original = open_checkpoint(source)
+            original = _as_calibrated(open_checkpoint(source), opened)
             compared, faults = _compare(exported, original, opened[0] if opened else None)
             problems += faults
             found, remarks = _sample(exported, original, opened, 0 if faulty else samples)
@@ -244,6 +246,11 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
     return compared, problems
 
 
+def _as_calibrated(source: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None) -> Checkpoint:
+    """The source, with its stream rotated inside the weights where that is what was quantized."""
+    return source if opened is None else as_rotated(source, rotation_of(opened[0].settings))
+
+
 def _linears_of(original: Checkpoint) -> list[Linear]:
     return linears(original, family_of(original.config, file=original.config_file))
 
@@ -252,9 +259,7 @@ def _sample(
     exported: Exported, original: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None, count: int
 ) -> tuple[tuple[SampledError, ...], list[str]]:
     """Errors of `count` matrices evenly spread over the model, and what to say about them. What is done to inputs at
-    run time is taken back; a rotation folded into the weights changed the source's matrices for good."""
-    if opened and (opened[0].settings.get("quant") or {}).get("rotation") == "folded":
-        return (), ["weights are rotated: they are not comparable with the source one by one"]
+    run time is taken back."""
     extra = opened[1] if opened else None
     candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
     chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]

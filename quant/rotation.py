@@ -37,6 +37,23 @@ def rotate(x: Tensor, block: int = BLOCK) -> Tensor:
     return (turned if whole == k else torch.cat([turned, wide[..., whole:]], -1)).to(x.dtype)
 
 
+def butterfly(x: Tensor) -> Tensor:
+    """`rotate` by additions alone, float32 [..., K] -> [..., K]: the same bits on every machine and at every size.
+
+    Slower than the matmul, so for weights that are rotated once and stored, and may be compared bit by bit later.
+    """
+    k = x.shape[-1]
+    whole = k - k % BLOCK
+    turned = x[..., :whole].float()
+    width = 1
+    while width < BLOCK and whole:
+        pairs = turned.reshape(*x.shape[:-1], whole // (2 * width), 2, width)
+        left, right = pairs.unbind(-2)
+        turned = torch.stack([left + right, left - right], dim=-2).flatten(-3)
+        width *= 2
+    return torch.cat([turned * BLOCK**-0.5, x[..., whole:].float()], dim=-1)
+
+
 def rotate_rows(weight_NK: Tensor, block: int = BLOCK) -> Tensor:
     """Rotate the output channels of a matrix that writes the rotated stream: [..., N, K] -> [..., N, K]."""
     return rotate(weight_NK.mT, block).mT.contiguous()

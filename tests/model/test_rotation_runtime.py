@@ -186,15 +186,6 @@ def test_inputs_that_this_version_does_not_know_are_refused(copy, inputs):
         load(copy)
 
 
-def test_a_folded_rotation_asks_nothing_of_the_runtime_and_is_not_compared_with_the_source(q3, tmp_path):
-    settings = {"quant": {"symmetric": False, "group_size": 64, "rotation": "folded"}}
-    out = export_of(q3[0], tmp_path, settings=settings)
-    assert config_of(out)[KEY]["format"] == "pack-quantized"
-    report = verify(out, q3[0])
-    assert report.samples == ()
-    assert "not comparable" in report.warnings[0]
-
-
 @pytest.mark.parametrize("setting", ["rotation", "activations"])
 def test_a_journal_with_an_unknown_setting_is_refused_before_anything_is_written(q3, tmp_path, setting):
     settings = {"quant": {"symmetric": False, setting: "sideways"}}

@@ -255,15 +255,6 @@ def test_sidecar_tensors_that_are_not_as_listed_are_named(q3, tmp_path):
     assert any("disagree" in problem for problem in verify(out).problems)
 
 
-def test_rotated_weights_are_not_compared_one_by_one(q3, tmp_path):
-    settings = {"quant": {"symmetric": False, "group_size": 64, "rotation": "folded"}}
-    norm = {"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}
-    report = verify(export_of(q3[0], tmp_path, settings=settings, extra=norm), q3[0])
-    assert report.samples == ()
-    assert report.warnings == ("weights are rotated: they are not comparable with the source one by one",)
-    assert report.ok
-
-
 def test_o13_mtp_is_whole_or_warned_about(tmp_path):
     source = tiny_glm(tmp_path / "source")
     out = export_of(source, tmp_path)
