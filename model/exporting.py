@@ -1,8 +1,9 @@
 """Journal + source checkpoint -> INT4 checkpoint folder, one tensor in memory at a time.
 
 For each source tensor: packed in the journal -> the packed parts; replaced in the journal -> that; else a copy (folded
-and rotated first where the journal is of a rotated stream). The base is what compressed-tensors calls `pack-quantized`; what only this package reads goes to the `eampq/` folder. Same
-inputs, same bytes; a killed export is taken up where it stopped; a failed one leaves nothing.
+and rotated first where the journal is of a rotated stream). The base is what compressed-tensors calls `pack-quantized`;
+what only this package reads goes to the `eampq/` folder. Same inputs, same bytes; a killed export is taken up where it
+stopped; a failed one leaves nothing.
 """
 
 from __future__ import annotations
