@@ -24,7 +24,7 @@ from glm5_quant.calibrate.settings import Settings, quant_config
 from glm5_quant.model.errors import UserError
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
-SETTINGS_FIELDS = ("coverage_target", "held_out")
+SETTINGS_FIELDS = ("coverage_target", "held_out", "choose_samples", "candidates")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from glm5_quant.calibrate.ablation import PartWorth, worths
 from glm5_quant.calibrate.coverage import Coverage, summarize
 from glm5_quant.calibrate.starved import Starved, starved_experts
-from glm5_quant.model.journal import FinishRecord, Journal, LayerRecord, ModuleRecord
+from glm5_quant.model.journal import (
+    FinishRecord,
+    Journal,
+    LayerRecord,
+    ModuleRecord,
+    RouterRecord,
+    SamplesRecord,
+    read_model,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +55,21 @@ class LayerError(MeanError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleChoice:
+    """Windows chosen by expert coverage: out of how many, and coverage with the first windows and with the chosen."""
+
+    candidates: int
+    before: Coverage
+    after: Coverage
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrationReport:
     """Result of `calibrate`. Times in seconds, memory in bytes.
 
     `shadows` is what the model's byte budget bought; `compensation` the gain of each layer that has one, by layer;
     `worst` the matrices of the largest error, held out where there is such a figure; `starved` the experts below the
-    coverage target and what was done for each.
+    coverage target and what was done for each; `ablation` what each part of the method was worth, part after part.
     """
 
     journal: Path
@@ -72,6 +90,11 @@ class CalibrationReport:
     peak_memory_bytes: int
     shadows: FinishRecord = field(default_factory=FinishRecord)
     compensation: dict[int, float] = field(default_factory=dict)
+    routers: dict[int, RouterRecord] = field(default_factory=dict)
+    samples: SampleChoice | None = None
+    ablation: list[PartWorth] = field(default_factory=list)
+    compensation_left: float | None = None
+    """Mean share of the stream's held-out error that is left by the compensation of the layers that have one."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -109,9 +132,26 @@ def build_report(
         peak_memory_bytes=peak_memory_bytes,
         shadows=finish,
         compensation={r.layer: r.compensation.gain for r in records if r.compensation is not None},
+        routers={r.layer: r.router for r in records if r.router is not None},
+        samples=_samples(journal, target),
+        ablation=worths(errors for record in records for errors in record.ablation.values()),
+        compensation_left=_compensation_left(records),
         warnings=warnings,
         notes=_notes(records, finish),
     )
+
+
+def _samples(journal: Journal, target: int) -> SampleChoice | None:
+    if not journal.samples_file.exists():
+        return None
+    record = read_model(journal.samples_file, SamplesRecord)
+    before, after = summarize(record.before, target), summarize(record.after, target)
+    return SampleChoice(candidates=record.candidates, before=before, after=after)
+
+
+def _compensation_left(records: Iterable[LayerRecord]) -> float | None:
+    left = [record.compensation.error_left for record in records if record.compensation is not None]
+    return sum(left) / len(left) if left else None
 
 
 def layer_errors(records: Iterable[LayerRecord]) -> list[LayerError]:

@@ -19,7 +19,8 @@ class Settings:
     """Everything that decides a calibration's bytes, and a few things that do not (`device`, `max_memory_bytes`).
 
     `held_out` is the share of windows kept out of the solve to choose what only unseen tokens can judge (the strength
-    of the target's correction); they join the statistics once that is chosen.
+    of the target's correction); they join the statistics once that is chosen. With `choose_samples`, the windows are
+    chosen by who is routed where out of `candidates` times as many, which costs a pass of the source model over those.
     """
 
     quant: QuantConfig = field(default_factory=lambda: PRESETS["default"])
@@ -29,11 +30,13 @@ class Settings:
     held_out: float = 0.0625
     all_experts: bool = False
     coverage_target: int = 128
+    choose_samples: bool = False
+    candidates: int = 4
     device: str = "cpu"
     max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("num_samples", 1), ("seqlen", 2), ("seed", 0), ("coverage_target", 0)):
+        for name, low in (("num_samples", 1), ("seqlen", 2), ("seed", 0), ("coverage_target", 0), ("candidates", 1)):
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
@@ -43,6 +46,11 @@ class Settings:
     def held_windows(self, windows: int) -> int:
         """How many windows, the last ones, are held out: at least one where there are eight, and one is fitted on."""
         return min(max(int(windows * self.held_out), int(self.held_out > 0 and windows >= 8)), windows - 1)
+
+    @property
+    def windows_to_read(self) -> int:
+        """How many windows the data have to fill."""
+        return self.num_samples * (self.candidates if self.choose_samples else 1)
 
     def deciding(self) -> dict[str, Any]:
         """The part that decides the output's bytes, as plain JSON values: the manifest's `settings`."""

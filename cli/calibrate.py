@@ -13,6 +13,7 @@ from glm5_quant.cli.failures import StoppedSafely, guarded, stop_at_safe_points
 from glm5_quant.cli.plan import announce, show_plan
 from glm5_quant.cli.progress import LayerProgress
 from glm5_quant.cli.terminal import (
+    ablation,
     errors,
     facts,
     histogram,
@@ -153,6 +154,9 @@ def show_report(report: CalibrationReport, json: bool) -> None:
         print(json_text(report))
         return
     print(_roles(report))
+    if report.ablation:
+        print()
+        print(ablation(report.ablation))
     if report.coverage.histogram:
         print()
         print(histogram(report.coverage.histogram))
@@ -165,23 +169,24 @@ def show_report(report: CalibrationReport, json: bool) -> None:
 def _roles(report: CalibrationReport) -> str:
     """Errors by role: held out, against the source stream, where there are such figures; else on calibration tokens."""
     if any(role.judged for role in report.roles):
-        held = [(role.held_out, role.held_out_rtn) for role in report.roles]
-        rows = [
-            (role.role, role.count, role.judged, *errors(*pair)) for role, pair in zip(report.roles, held, strict=True)
-        ]
-        return table(("matrices", "count", "judged", "held-out error", "round-to-nearest", "ratio"), rows)
-    rows = [(role.role, role.count, *errors(role.error, role.error_rtn)) for role in report.roles]
-    return table(("matrices", "count", "calibration error", "round-to-nearest", "ratio"), rows)
+        judged = [(r.role, r.count, r.judged, *errors(r.held_out, r.held_out_rtn)) for r in report.roles]
+        return table(("matrices", "count", "judged", "held-out error", "round-to-nearest", "ratio"), judged)
+    seen = [(r.role, r.count, *errors(r.error, r.error_rtn)) for r in report.roles]
+    return table(("matrices", "count", "calibration error", "round-to-nearest", "ratio"), seen)
 
 
 def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
+    from glm5_quant.calibrate.markdown import routers
+
     reused = f" ({report.layers_reused} from an earlier run)" if report.layers_reused else ""
     return [
         ("model", report.model),
         ("layers", f"{report.layers}{reused}"),
         ("tokens", f"{report.tokens:,}"),
         ("coverage", report.coverage.line),
+        ("samples", _samples(report)),
         ("starved", _starved(report)),
+        ("routers", routers(report)),
         ("shadows", _shadows(report)),
         ("compensation", _compensation(report)),
         ("worst", ", ".join(f"{name} {error:.4f}" for name, error in report.worst[:3])),
@@ -191,6 +196,17 @@ def _facts(report: CalibrationReport) -> list[tuple[str, object]]:
         ("peak memory", human_bytes(report.peak_memory_bytes)),
         ("journal", report.journal),
     ]
+
+
+def _samples(report: CalibrationReport) -> str | None:
+    """What choosing windows by coverage changed; None where they were not chosen."""
+    if report.samples is None:
+        return None
+    before, after = report.samples.before, report.samples.after
+    return (
+        f"chosen out of {report.samples.candidates}: least {before.least} -> {after.least} tokens, "
+        f"below target {before.below_target} -> {after.below_target} experts"
+    )
 
 
 def _starved(report: CalibrationReport) -> str | None:
@@ -217,4 +233,7 @@ def _shadows(report: CalibrationReport) -> str:
 
 def _compensation(report: CalibrationReport) -> str:
     gains = report.compensation.values()
-    return f"{len(gains)} of {report.layers} layers, gains {min(gains):.2f} to {max(gains):.2f}" if gains else "none"
+    if not gains or report.compensation_left is None:
+        return "none"
+    less = f"{1 - report.compensation_left:.1%} less error held out"
+    return f"{len(gains)} of {report.layers} layers, gains {min(gains):.2f} to {max(gains):.2f}, {less}"

@@ -10,7 +10,7 @@ import typer
 from glm5_quant.cli import options as opt
 from glm5_quant.cli.defaults import calibration_folder
 from glm5_quant.cli.failures import guarded
-from glm5_quant.cli.terminal import errors, facts, human_bytes, json_text, table
+from glm5_quant.cli.terminal import ablation, errors, facts, human_bytes, json_text, table
 from glm5_quant.model.errors import UserError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def _show_journal(journal: Journal, layer: int | None, json: bool) -> None:
     if records:
         print()
         print(_modules(records[0]) if layer is not None else _layers(records))
+        _show_ablation(records)
 
 
 def _layers(records: list[Any]) -> str:
@@ -93,6 +94,15 @@ def _layers(records: list[Any]) -> str:
         )
     headers = ("layer", "matrices", "error", "held out", "round-to-nearest", "ratio", "worst", "which")
     return table((*headers, "tokens an expert", "seconds"), rows)
+
+
+def _show_ablation(records: list[Any]) -> None:
+    from glm5_quant.calibrate.ablation import worths
+
+    found = worths(errors for record in records for errors in record.ablation.values())
+    if found:
+        print()
+        print(ablation(found))
 
 
 def _modules(record: Any) -> str:

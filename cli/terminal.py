@@ -72,6 +72,15 @@ def errors(error: float | None, plain: float | None) -> tuple[str, str, str]:
     return f"{error:.4f}", f"{plain:.4f}", f"{error / plain:.0%}" if plain else "-"
 
 
+def ablation(worths: Iterable[Any]) -> str:
+    """What each part of the method was worth on held-out tokens, put to those before it."""
+    rows = [
+        (w.part, w.matrices, f"{w.of_rtn:.1%}", f"{w.gain:.1%} +- {w.gain_error:.1%}" if number else "")
+        for number, w in enumerate(worths)
+    ]
+    return table(("part", "matrices", "of round-to-nearest", "gain"), rows)
+
+
 def histogram(bins: Iterable[Any]) -> str:
     """Experts by tokens seen: a line a bin, with a bar."""
     bins = list(bins)

@@ -7,6 +7,7 @@ Layout of `<work>/calibration/`:
     layers/00012.json           coverage, errors, timings; its presence means the layer is finished
     layers/00012.shadows.safetensors   what the layer offers for shadows; calibration's own, export does not read it
     shadows.safetensors         the shadows bought for the whole model after the last layer, in the sidecar's names
+    samples.json                which windows were chosen, where they were
     finish.json                 what that came to; its presence means the journal is complete
     log.jsonl                   one line an event
     report.md                   what it came to, for people
@@ -117,8 +118,20 @@ class CompensationRecord(_Record):
     error_left: float
 
 
+class RouterRecord(_Record):
+    """A router fitted again to the quantized stream: whether it was kept, with which strength, and the share of the
+    source's experts chosen again for held-out tokens, with the source's router and with the new one."""
+
+    kept: bool
+    strength: float
+    agreement_before: float
+    agreement_after: float
+    tokens: int
+
+
 class LayerRecord(_Record):
-    """One finished layer. `coverage[e]` is how many calibration tokens expert e saw; None in dense layers."""
+    """One finished layer. `coverage[e]` is how many calibration tokens expert e saw; None in dense layers. `ablation`:
+    for some matrices the held-out error after each part of the method, in order, was put to those before it."""
 
     layer: int
     file_sha256: str
@@ -126,8 +139,23 @@ class LayerRecord(_Record):
     coverage: list[int] | None = None
     stream_error: float | None = None
     compensation: CompensationRecord | None = None
+    router: RouterRecord | None = None
     seconds: float = 0.0
     notes: list[str] = []
+    ablation: dict[str, dict[str, float]] = {}
+
+
+class SamplesRecord(_Record):
+    """`samples.json`: which windows of the candidates were calibrated on, where they were chosen by expert coverage.
+
+    `before` and `after` are tokens by layer and expert: of the first windows, which would have been taken, and of the
+    chosen ones.
+    """
+
+    candidates: int
+    chosen: list[int]
+    before: list[list[int]]
+    after: list[list[int]]
 
 
 class FinishRecord(_Record):
@@ -166,6 +194,10 @@ class Journal:
 
     def candidates_file(self, layer: int) -> Path:
         return self.folder / "layers" / f"{layer:05d}.shadows.safetensors"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.folder / "samples.json"
 
     @property
     def shadow_file(self) -> Path:

@@ -34,6 +34,7 @@ class QuantConfig:
     descent_sweeps    sweeps of coordinate descent over the codes after error feedback
     refit_scales      one least-squares refit of the scales with codes fixed, after rounding
     compensation      add gamma * predicted residual to layer outputs
+    refit_router      fit routers again to the quantized stream; kept where more of the source's experts are chosen
     """
 
     group_size: int = 64
@@ -56,6 +57,7 @@ class QuantConfig:
     descent_sweeps: int = 0
     refit_scales: bool = False
     compensation: bool = True
+    refit_router: bool = False
 
     def __post_init__(self) -> None:
         _require(self.group_size >= 8 and self.group_size % 8 == 0, "group_size", self.group_size, "a multiple of 8")

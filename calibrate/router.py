@@ -1,0 +1,71 @@
+"""A layer's router fitted again to the stream it will really read (EAMPQ step 8), kept only if that helps.
+
+Dimensions: T tokens, D hidden, E experts, A experts a token chooses.
+W* = W + s W G (H + delta I)^-1, the ridge regression of the source's router logits on the quantized stream's inputs, as
+for any other target (quant/target.py), in full or part strength s. Held-out tokens judge it by what counts: how many
+of the experts that the source model chooses are chosen again. The strength is picked on one half of them and has to
+raise agreement on the other half too. The correction bias of the router is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.model.journal import RouterRecord
+from glm5_quant.quant.target import target_direction
+
+STRENGTHS = (1.0, 0.5, 0.25)
+
+# The experts [T, A] that the block's own code chooses for inputs [T, D].
+Route = Callable[[Tensor], Tensor]
+
+
+def refit_router(
+    router: nn.Module,
+    evidence: Evidence,
+    route: Route,
+    held: tuple[Tensor, Tensor],
+    stored: torch.dtype,
+    delta: float,
+) -> tuple[RouterRecord, Tensor | None]:
+    """What a refit came to, and the new weight [E, D] in the dtype `stored` where it is kept; the router itself keeps
+    whichever weight won.
+
+    Args:
+        evidence: moments of the block's inputs, with the gap between the streams, of the tokens that are fitted on.
+        held: the quantized stream's inputs of held-out tokens [T, D], and what the source chose for them [T, A].
+    """
+    (part,) = evidence.parts
+    old = router.get_parameter("weight")
+    weight = old.detach().float()
+    assert part.fit.gap_KK is not None
+    direction = target_direction(weight, part.fit.hessian_KK, part.fit.gap_KK, delta)
+    x_TD, chosen_TA = held
+    half = len(x_TD) // 2
+    first, second = (x_TD[:half], chosen_TA[:half]), (x_TD[half:], chosen_TA[half:])
+
+    def agreement_with(strength: float, tokens: tuple[Tensor, Tensor]) -> float:
+        new = (weight + strength * direction).to(stored)
+        router.weight = nn.Parameter(new.to(old.dtype), requires_grad=False)
+        return agreement(route(tokens[0]), tokens[1])
+
+    before = [agreement_with(0.0, part) for part in (first, second)]
+    best = max(STRENGTHS, key=lambda strength: agreement_with(strength, first))
+    after = [agreement_with(best, part) for part in (first, second)]
+    kept = all(new > was for new, was in zip(after, before, strict=True))
+    if not kept:
+        router.weight = old
+    record = RouterRecord(
+        kept=kept, strength=best, agreement_before=sum(before) / 2, agreement_after=sum(after) / 2, tokens=len(x_TD)
+    )
+    return record, (weight + best * direction).to(stored) if kept else None
+
+
+def agreement(chosen_TA: Tensor, wanted_TA: Tensor) -> float:
+    """Mean share of the wanted experts of a token that are among the chosen ones."""
+    hit_TA = (chosen_TA[:, :, None] == wanted_TA[:, None, :]).any(1)
+    return float(hit_TA.float().mean())
