@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.seen import Sample
 from glm5_quant.quant.statistics import Moments
 
 # Beyond this many input channels H is kept block-diagonal: GLM-5's o_proj reads 16,384, and one full H of that size,
@@ -45,12 +46,23 @@ class Evidence:
     parts: list[Part]
     held_from: int
     stride: int = 1
+    sample: Sample | None = None
 
     @classmethod
     def empty(
-        cls, k: int, *, tokens: int, held_from: int, gap: bool, device: str, product_dtype: torch.dtype = torch.float32
+        cls,
+        k: int,
+        *,
+        tokens: int,
+        held_from: int,
+        gap: bool,
+        device: str,
+        product_dtype: torch.dtype = torch.float32,
+        sampled: bool = False,
     ) -> Evidence:
-        """Moments of nothing. `gap` follows the source stream beside the quantized one; `tokens` are to come."""
+        """Moments of nothing. `gap` follows the source stream beside the quantized one; `tokens` are to come; of those
+        that are fitted on, some are kept where `sampled`."""
+        stride = max(1, tokens // (ENOUGH_PER_CHANNEL * k))
         step = k if k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         return cls(
             [
@@ -62,7 +74,8 @@ class Evidence:
                 for start in range(0, k, step)
             ],
             held_from,
-            max(1, tokens // (ENOUGH_PER_CHANNEL * k)),
+            stride,
+            sample=Sample.of(tokens // stride) if sampled else None,
         )
 
     @property
@@ -82,6 +95,8 @@ class Evidence:
             cut = min(max(self.held_from - index, 0), count)
         else:
             cut = int(torch.searchsorted(index.contiguous(), self.held_from))
+        if self.sample is not None:
+            self.sample.add(x_TK[:cut])
         for part in self.parts:
             for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
                 if rows.stop == rows.start:

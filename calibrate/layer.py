@@ -108,7 +108,13 @@ class Context:
             gap=gap,
             device=self.settings.device,
             product_dtype=self.dtype,
+            sampled=self.sampled,
         )
+
+    @property
+    def sampled(self) -> bool:
+        """Whether inputs are kept beside their moments: for the channel scales of activations."""
+        return self.settings.quant.activations == "int4-channel"
 
     def layer_kwargs(self, layer: int, windows: int) -> dict[str, Any]:
         """What the model's own forward hands to this layer for a batch of so many windows: masks, rotary angles."""
@@ -367,8 +373,8 @@ class LayerSolver:
         Nothing is held out and no gap is followed, so that solving one expert leaves the pool as it was for the next.
         """
         x_TD = flat["quantized"]
-        tokens, device = len(x_TD), self.context.settings.device
-        pool = Evidence.empty(x_TD.shape[-1], tokens=tokens, held_from=tokens, gap=False, device=device)
+        (tokens, dim), device, sampled = x_TD.shape, self.context.settings.device, self.context.sampled
+        pool = Evidence.empty(dim, tokens=tokens, held_from=tokens, gap=False, device=device, sampled=sampled)
         for start in range(0, tokens, self.context.chunk_tokens):
             pool.add(x_TD[start : start + self.context.chunk_tokens], None, start)
         return pool

@@ -97,10 +97,6 @@ def calibrate(
     """
     started = time.monotonic()
     settings = settings or Settings()
-    if settings.quant.activations == "int4-channel":
-        raise UserError(
-            "static channel scales are not calibrated yet", item="--activations", expected="none, int8 or int4-block"
-        )
     source = open_checkpoint(model)
     checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)

@@ -20,16 +20,16 @@ that mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.seen import Seen
 from glm5_quant.calibrate.spill import Spill
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.config import QuantConfig
-from glm5_quant.quant.rotation import rotate
 from glm5_quant.quant.shadow import Candidates, find_columns, unseen_changes
 from glm5_quant.quant.shrinkage import trusted
 from glm5_quant.quant.statistics import Moments, shrinkage
@@ -69,11 +69,13 @@ class Solution:
     total: Moments
     held: Moments
     trust: float | None = None
+    seen: Seen = field(default_factory=Seen)
 
 
-def shadowed(items: Iterable[Linear], family: Family) -> list[Linear]:
-    """The matrices that may have shadows: those of routed experts; in a model without any, those of every MLP."""
-    items = list(items)
+def shadowed(items: Iterable[Linear], family: Family, without: Collection[str] = ()) -> list[Linear]:
+    """The matrices that may have shadows: those of routed experts; in a model without any, those of every MLP; but not
+    those `without`, which are stored in 8 bits."""
+    items = [item for item in items if item.name not in without]
     experts = [item for item in items if item.expert is not None]
     return experts or [item for item in items if not item.module.startswith(family.attention_path + ".")]
 
@@ -138,7 +140,7 @@ class ShadowFinder:
         if not held.tokens or total.tokens == held.tokens or fit_weight <= 0:
             return torch.empty(0, dtype=torch.float64)
         chosen_SK = weight_NK.new_zeros(len(found.channels), weight_NK.shape[1])
-        basis_KS = self._plain(chosen_SK.scatter_(1, found.channels[:, None], 1.0)).T
+        basis_KS = solution.seen.plain(chosen_SK.scatter_(1, found.channels[:, None], 1.0)).T
         held_KS = held.hessian_KK @ basis_KS
         fit_KS = (total.weight_sum * (total.hessian_KK @ basis_KS) - held.weight_sum * held_KS) / fit_weight
         within_SS, near_NS = basis_KS.T @ fit_KS, error_NK[:, found.channels]
@@ -148,20 +150,16 @@ class ShadowFinder:
             r = shrinkage(weight_NK.shape[1], fit_weight**2 / squares * self._trust(solution) / 2)
         extra = DAMP * float(solution.hessian_KK.diagonal().mean())
         diagonal_S = within_SS.diagonal().clone()
-        reach_NS = (1 - r) * (self._plain(error_NK) @ fit_KS) + near_NS * (r * diagonal_S + extra)
+        reach_NS = (1 - r) * (solution.seen.plain(error_NK) @ fit_KS) + near_NS * (r * diagonal_S + extra)
         within_SS = (1 - r) * within_SS
         within_SS.diagonal().copy_(diagonal_S + extra)
-        unseen_NS = (weight_NK - self._plain(restored_NK)) @ held_KS
+        unseen_NS = (weight_NK - solution.seen.plain(restored_NK)) @ held_KS
         if held.gap_KK is not None:
             unseen_NS += weight_NK @ (held.gap_KK @ basis_KS)
         return unseen_changes(reach_NS, within_SS, unseen_NS, basis_KS.T @ held_KS)
 
     def _trust(self, solution: Solution) -> float:
         return self.config.shrink_trust if solution.trust is None else solution.trust
-
-    def _plain(self, rows_NK: Tensor) -> Tensor:
-        """Rows that multiply the inputs codes see, as rows that multiply plain inputs."""
-        return rotate(rows_NK) if self.config.rotation == "full" else rows_NK
 
     def watch(self, down: Linear, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:
         """Outputs of a network for some of its tokens, before the router's weights `scale`."""

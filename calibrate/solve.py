@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence, Part
+from glm5_quant.calibrate.seen import Seen
 from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
 from glm5_quant.calibrate.spill import Spill
 from glm5_quant.model.families import Linear
-from glm5_quant.model.journal import ModuleRecord
+from glm5_quant.model.journal import SIDECAR_PREFIX, ModuleRecord
 from glm5_quant.quant import shrinkage
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import pack_codes, pack_zeros
-from glm5_quant.quant.rotation import rotate, rotate_moments
 from glm5_quant.quant.rounding import solve
 from glm5_quant.quant.shrinkage import choose_trust
 from glm5_quant.quant.statistics import Moments
@@ -59,11 +59,13 @@ def solve_group(
     With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
     `shadows` is offered what was solved.
     """
+    seen = _seen(evidence, weights_NK[0].shape[1], config)
     solved = [
         _solve_part(
             [weight[:, part.columns].float() for weight in weights_NK],
             part,
             config,
+            seen.columns(part.columns),
             scale_dtype,
             None if shadows is None else partial(shadows.add, linears, part.columns.start),
         )
@@ -80,11 +82,21 @@ def solve_group(
             group_size=config.group_size,
         )
         result.tensors |= packed_tensors(linear.name, codes, grid, scale_dtype, symmetric=config.symmetric)
-        restored = _effective(codes, grid, config)
+        restored = _effective(codes, grid, seen)
+        if seen.scale_K is not None:
+            result.tensors[f"{SIDECAR_PREFIX}{linear.name}.activation_scale"] = seen.scale_K.clone()
         judged = [part.judged[number] for part in solved]
         result.modules[linear.name] = _record(linear, weight, judged, evidence, config.group_size)
         out.append(restored)
     return out
+
+
+def _seen(evidence: Evidence, k: int, config: QuantConfig) -> Seen:
+    """What codes see of the inputs. Channel scales are those of the tokens that are fitted on."""
+    rotated = config.rotation == "full"
+    if config.activations != "int4-channel" or evidence.sample is None:
+        return Seen(rotated=rotated)
+    return Seen(rotated=rotated, scale_K=evidence.sample.scales(k, rotated=rotated))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,23 +124,21 @@ def _solve_part(
     weights_NK: list[Tensor],
     part: Part,
     config: QuantConfig,
+    seen: Seen,
     scale_dtype: torch.dtype,
     offer: Callable[[Solution, list[Facts]], None] | None,
 ) -> SolvedPart:
     targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
-    trust = _trust(part, config)
+    trust = _trust(part, config, seen)
     held, total = part.held, part.total()
-    stacked = torch.cat([target.weight_NK for target in targets])
-    hessian = total.hessian_KK
-    if config.rotation == "full":
-        stacked, hessian = rotate(stacked), rotate_moments(hessian)
+    stacked, hessian = seen.weight(torch.cat([target.weight_NK for target in targets])), seen.moments(total.hessian_KK)
     solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
     judged, row = [], 0
     for weight, target in zip(weights_NK, targets, strict=True):
         rows = slice(row, row + weight.shape[0])
         row = rows.stop
         grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
-        error = _effective(solved.codes[rows], grid, config) - weight
+        error = _effective(solved.codes[rows], grid, seen) - weight
         judged.append(_judge(weight, error, total, held, target.alpha, config, scale_dtype))
     if offer is not None:
         restored = dequantize(solved.codes, solved.grid)
@@ -142,26 +152,24 @@ def _solve_part(
                 total=total,
                 held=held,
                 trust=trust,
+                seen=seen,
             ),
             facts,
         )
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
 
 
-def _trust(part: Part, config: QuantConfig) -> float | None:
+def _trust(part: Part, config: QuantConfig, seen: Seen) -> float | None:
     """How far H is trusted, by the tokens held out of it; None where there are none, or it is not to be chosen."""
     if not (config.choose_trust and config.shrink and config.error_feedback and part.held.tokens):
         return None
-    fit, held = part.fit.hessian_KK, part.held.hessian_KK
-    if config.rotation == "full":
-        fit, held = rotate_moments(fit), rotate_moments(held)
+    fit, held = seen.moments(part.fit.hessian_KK), seen.moments(part.held.hessian_KK)
     return choose_trust([shrinkage.Evidence(fit, part.fit.n_eff, held)], damp=config.damp)
 
 
-def _effective(codes_NK: Tensor, grid: Grid, config: QuantConfig) -> Tensor:
-    """The weight the runtime multiplies plain inputs with: dequantized, and rotated back where codes are of W R."""
-    restored = dequantize(codes_NK, grid)
-    return rotate(restored) if config.rotation == "full" else restored
+def _effective(codes_NK: Tensor, grid: Grid, seen: Seen) -> Tensor:
+    """The weight the runtime multiplies plain inputs with: dequantized, and what codes see taken back."""
+    return seen.plain(dequantize(codes_NK, grid))
 
 
 def packed_tensors(

@@ -434,11 +434,3 @@ def test_numeric_tokens_and_those_before_them_weigh_more(tmp_path: Path) -> None
     assert weight is not None
     assert weight.tolist() == [1, 1, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]
     assert token_weight(open_checkpoint(model), ids, 0.0) is None
-
-
-@pytest.mark.parametrize(("name", "value"), [("activations", "int4-channel")])
-def test_what_calibration_does_not_offer_is_refused_before_anything_is_read(
-    name: str, value: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=f"--{name}"):
-        small(tmp_path, tmp_path / "w", quant={name: value})
