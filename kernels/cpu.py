@@ -2,8 +2,9 @@
 
 Letters: E experts, N out, K in, B blocks, T tokens, D hidden size, I expert size, A experts a token chooses.
 
-A matrix is computed from one of four forms, made at its first use and remembered beside it:
+A matrix is computed from one of five forms, made at its first use and remembered beside it:
 
+    native  the codes as they are, by C kernels for any number of rows, where they can be had (native.py); bf16 tokens
     int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 48 rows; bf16 arithmetic
     wide    nothing: above 48 rows the codes are widened a slice of rows at a time into bf16 matrix products
     small   matrices of up to 65,536 weights stay widened: calling a kernel would cost more than it saves
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from glm5_quant.kernels import int8_cpu, reference
+from glm5_quant.kernels import int8_cpu, native, reference
 from glm5_quant.kernels.inputs import transform
 from glm5_quant.kernels.int8_cpu import Int8Weight, Rows
 from glm5_quant.kernels.layout import (
@@ -54,9 +55,10 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> 
     if not x_TK.shape[0]:
         return x_TK.new_empty(0, packed.n)
     seen_TK = transform(x_TK, packed.inputs)
-    out_TN = (
-        int8_cpu.linear(Rows.of(seen_TK), int8_form(packed)) if packed.resident == "int8" else _four(seen_TK, packed)
-    )
+    if packed.resident == "int8":
+        out_TN = int8_cpu.linear(Rows.of(seen_TK), int8_form(packed))
+    else:
+        out_TN = _four(seen_TK, packed, torch.float32 if bias_N is not None else x_TK.dtype)
     if bias_N is not None:
         out_TN = out_TN + bias_N
     return out_TN.to(x_TK.dtype)
@@ -69,6 +71,8 @@ def experts(
     """The routed layer, [T, D] in x's dtype: each expert over its own tokens, added in the order of the experts."""
     if gate_up.resident != down.resident:
         raise ValueError(f"gate_up and down need the same residence, found {gate_up.resident} and {down.resident}")
+    if _native_experts(x_TD, gate_up, down, activation):
+        return native.experts(transform(x_TD, gate_up.inputs), index_TA, weight_TA, gate_up, down)
     act = reference.ACTIVATIONS[activation]
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
     seen_TD = transform(x_TD, gate_up.inputs)
@@ -129,9 +133,17 @@ def _one_expert(x: Rows | Tensor, stack: PackedMatrix, e: int) -> Tensor:
     return int8_cpu.linear(x, int8_form(packed)) if isinstance(x, Rows) else _four(x, packed)
 
 
-def _four(x_TK: Tensor, packed: PackedMatrix) -> Tensor:
-    """Float32 [T, N] or bf16 [T, N]: bf16 products of the codes' own weights, plus the shadow."""
+def _native_experts(x_TD: Tensor, gate_up: PackedMatrix, down: PackedMatrix, activation: str) -> bool:
+    """Whether the C kernels compute a whole routed layer: nothing happens between gate, up and down but silu."""
+    plain = gate_up.resident == "int4" and down.inputs is None and activation == "silu"
+    return plain and x_TD.dtype == torch.bfloat16 and native.suits(x_TD.shape[0])
+
+
+def _four(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[T, N], in `dtype` or more precise: bf16 products of the codes' own weights, plus the shadow."""
     x_TK = x_TK.bfloat16()
+    if native.suits(x_TK.shape[0]):
+        return native.linear(x_TK, packed, dtype if dtype == torch.bfloat16 else torch.float32)
     if packed.n * packed.k <= SMALL_WEIGHTS:
         out_TN = functional.linear(x_TK, weights(packed, torch.bfloat16))
     elif x_TK.shape[0] <= INT4_ROWS:

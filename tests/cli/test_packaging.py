@@ -58,6 +58,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_the_packaged_model(tmp
     for package, folder in _package_folders().items():
         expected = {f"{package.replace('.', '/')}/{path.name}" for path in (source / folder).glob("*.py")}
         assert expected <= names
+    assert {f"glm5_quant/kernels/{path.name}" for path in (source / "kernels").glob("native*.[ch]")} <= names
     assert "glm5_quant/py.typed" in names
     data = {path.name for path in (source / "model" / "tiny" / "weights").glob("*") if path.is_file()}
     assert {f"glm5_quant/model/tiny/weights/{name}" for name in data} <= names

@@ -16,7 +16,7 @@ from support_kernels import (
     relative_error,
 )
 
-from glm5_quant.kernels import cpu, int8_cpu
+from glm5_quant.kernels import cpu, int8_cpu, native
 from glm5_quant.kernels.dispatch import choose_backend, experts, linear
 from glm5_quant.kernels.layout import dequantize
 
@@ -27,6 +27,15 @@ needs_vnni = pytest.mark.skipif(not int8_cpu.has_vnni(), reason="this CPU has no
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "SMALL_WEIGHTS", 0)
+
+
+@pytest.fixture(params=["native", "torch"])
+def four_bit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "suits", lambda tokens: False)
+    elif not native.suits(1):
+        pytest.skip("no native kernels on this machine")
+    return str(request.param)
 
 
 @pytest.fixture(params=["fbgemm", "onednn"])
@@ -41,7 +50,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 48, 49, 129])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 64), (40, 190), (130, 100)])
-def test_four_bit_weights_in_bf16_arithmetic(tokens: int, n: int, k: int) -> None:
+def test_four_bit_weights_in_bf16_arithmetic(four_bit: str, tokens: int, n: int, k: int) -> None:
     packed, weight = random_packed(n, k, dtype=torch.bfloat16)
     x, bias = random_tokens(tokens, k, torch.bfloat16), random_tokens(1, n, torch.bfloat16)[0]
     found = linear(x, packed, bias, backend="cpu")
@@ -51,6 +60,7 @@ def test_four_bit_weights_in_bf16_arithmetic(tokens: int, n: int, k: int) -> Non
 
 def test_a_small_matrix_is_widened_once_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    monkeypatch.setattr(native, "suits", lambda tokens: False)
     packed, weight = random_packed(40, 190, dtype=torch.bfloat16)
     x = random_tokens(3, 190, torch.bfloat16)
     assert relative_error(linear(x, packed), x.double() @ weight.T) < BF16
@@ -61,6 +71,7 @@ def test_a_small_matrix_is_widened_once_and_remembered(monkeypatch: pytest.Monke
 
 def test_a_matrix_of_many_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, weight = random_packed(200, 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(native, "suits", lambda tokens: False)
     monkeypatch.setattr(cpu, "SLICE_WEIGHTS", 70 * 128)
     monkeypatch.setattr(cpu, "WIDE_WEIGHTS", 70 * 128)
     for tokens in (3, 40):
@@ -68,7 +79,7 @@ def test_a_matrix_of_many_slices_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
         assert relative_error(linear(x, packed, backend="cpu"), x.double() @ weight.T) < BF16
 
 
-def test_the_four_bit_form_holds_the_same_weights_as_the_codes() -> None:
+def test_the_four_bit_form_holds_the_same_weights_as_the_codes(four_bit: str) -> None:
     packed, _ = random_packed(96, 192, dtype=torch.bfloat16)
     packed = replace(packed, zero=torch.full_like(packed.zero, 8))
     identity = torch.eye(192, dtype=torch.bfloat16)
@@ -112,7 +123,7 @@ def test_rows_of_zeros_give_zeros(engine: str) -> None:
 
 @pytest.mark.parametrize("resident", ["int4", pytest.param("int8", marks=needs_vnni)])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_with_shadows_equal_a_loop(resident: str, tokens: int) -> None:
+def test_experts_with_shadows_equal_a_loop(four_bit: str, resident: str, tokens: int) -> None:
     gate_up, weight_gate_up = random_packed(2 * 96, 128, 5, shadow=random_shadow(192, 128, [2, 0, 5, 1, 0]))
     down, weight_down = random_packed(128, 96, 5, seed=1, shadow=random_shadow(128, 96, [0, 3, 0, 0, 4], int8=True))
     gate_up, down = replace(gate_up, resident=resident), replace(down, resident=resident)
@@ -124,7 +135,7 @@ def test_experts_with_shadows_equal_a_loop(resident: str, tokens: int) -> None:
     assert relative_error(found, expected) < (BF16 if resident == "int4" else INT8) * 1.5
 
 
-def test_a_token_that_chooses_an_expert_twice_gets_it_twice() -> None:
+def test_a_token_that_chooses_an_expert_twice_gets_it_twice(four_bit: str) -> None:
     gate_up, weight_gate_up = random_packed(128, 64, 3)
     down, weight_down = random_packed(64, 64, 3, seed=1)
     index, weight, x = torch.tensor([[1, 1, 3]]), torch.tensor([[0.25, 0.5, 9.0]]), random_tokens(1, 64)

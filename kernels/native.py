@@ -1,0 +1,193 @@
+"""4-bit weights times bf16 tokens by C kernels of our own, on CPUs with AVX512-BF16; docs/kernels.md has the figures.
+
+Letters: E experts, N out, K in, T tokens, D hidden size, A experts a token chooses.
+
+PyTorch's own operators either widen 4-bit weights for a few tokens only, or need a second copy of them. The C files
+beside this one read the codes where they lie. They are compiled once, at the first use, by the C compiler that Triton
+and `torch.compile` need as well, and kept in the user's cache folder. Without a compiler, or on another CPU,
+`library()` is None and cpu.py uses PyTorch's operators. GLM5_QUANT_NATIVE=0 turns the kernels off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from glm5_quant.kernels.layout import PackedMatrix, Shadow
+
+SOURCES = ("native_linear.c", "native_experts.c")
+HEADERS = ("native.h",)
+FLAGS = (
+    "-O3", "-std=c11", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
+    "-shared", "-fPIC", "-pthread",
+)  # fmt: skip
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
+COMPILE_SECONDS = 300
+FEW_ROWS = 8
+_LOG = logging.getLogger(__name__)
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of native.h: addresses into a packed matrix, which has to outlive it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "zero", "scale", "columns", "residual", "residual_scale")),
+        *((name, ctypes.c_int64) for name in ("n", "k", "count")),
+        *((name, ctypes.c_int32) for name in ("scale_kind", "residual_kind")),
+    )
+
+
+def suits(tokens: int) -> bool:
+    """Whether the C kernels are there and the fastest for this many tokens.
+
+    With AMX, PyTorch's bf16 product has another peak: there they are for few tokens only.
+    """
+    return library() is not None and (tokens <= FEW_ROWS or not _has("_is_amx_tile_supported"))
+
+
+def linear(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """x @ W^T with the shadow, [T, N] in float32 or bf16; x is bf16 [T, K]."""
+    x_TK = x_TK.contiguous()
+    out_TN = torch.empty(x_TK.shape[0], packed.n, dtype=dtype)
+    matrix = _matrices(packed)
+    failed = cast(Any, library()).glm5_linear(
+        matrix, x_TK.data_ptr(), x_TK.shape[0], packed.k, out_TN.data_ptr(), KINDS[dtype], torch.get_num_threads()
+    )
+    if failed:
+        raise MemoryError("no memory for the working space of a linear layer")
+    return out_TN
+
+
+def experts(x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
+    """The routed layer with silu, bf16 [T, D] from bf16 x [T, D]; index E means "no expert"."""
+    x_TD, index_TA, weight_TA = x_TD.contiguous(), index_TA.long().contiguous(), weight_TA.float().contiguous()
+    out_TD = torch.empty_like(x_TD)
+    count, (tokens, choices) = gate_up.codes.shape[0], index_TA.shape
+    failed = cast(Any, library()).glm5_experts(
+        _matrices(gate_up), _matrices(down), count, x_TD.data_ptr(), index_TA.data_ptr(), weight_TA.data_ptr(),
+        tokens, choices, out_TD.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    if failed == 2:
+        found = f"{int(index_TA.min())}..{int(index_TA.max())}"
+        raise ValueError(f"expert indices are {found}, outside 0..{count} ({count} means no expert)")
+    if failed:
+        raise MemoryError("no memory for the working space of the experts")
+    return out_TD
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None with the reason in the log."""
+    reason = _unfit()
+    if reason:
+        _LOG.debug("no native kernels: %s", reason)
+        return None
+    try:
+        loaded = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        _LOG.warning("native kernels could not be built, PyTorch's operators are used instead: %s", _words(error))
+        return None
+    pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    loaded.glm5_linear.argtypes = [pointer, pointer, wide, wide, pointer, narrow, narrow]
+    loaded.glm5_experts.argtypes = [pointer, pointer, wide, *[pointer] * 3, wide, wide, pointer, narrow]
+    return loaded
+
+
+def _unfit() -> str:
+    """Why the kernels cannot run here, or nothing."""
+    if os.environ.get("GLM5_QUANT_NATIVE") == "0":
+        return "turned off by GLM5_QUANT_NATIVE=0"
+    if platform.system() != "Linux" or not _has("_is_avx512_bf16_supported"):
+        return "they are for Linux on CPUs with AVX512-BF16"
+    return "" if _compiler() else "no C compiler (set CC)"
+
+
+@functools.cache
+def _has(feature: str) -> bool:
+    return bool(getattr(torch.cpu, feature, lambda: False)())
+
+
+def _compiler() -> str | None:
+    named = os.environ.get("CC", "").split()[:1]
+    return next((found for name in (*named, "cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+def _compiled() -> Path:
+    """The shared library, compiled unless the cache has it. Its name is a hash of everything it is made from."""
+    folder = Path(__file__).parent
+    parts = [(folder / name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    digest = hashlib.sha256(b"\0".join([*parts, " ".join(FLAGS).encode()])).hexdigest()[:16]
+    target = _cache() / f"native-{digest}.so"
+    if not target.is_file():
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            made = Path(scratch) / target.name
+            command = [str(_compiler()), *FLAGS, *(str(folder / name) for name in SOURCES), "-o", str(made)]
+            _LOG.info("compiling native kernels into %s", target)
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            made.replace(target)
+    return target
+
+
+def _cache() -> Path:
+    """A folder that nobody else can write to: the user's cache, else a new temporary one for this process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "glm5-quant"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    return Path(tempfile.mkdtemp(prefix="glm5-quant-"))
+
+
+def _words(error: Exception) -> str:
+    shown = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    return shown[0] if shown else type(error).__name__
+
+
+def _matrices(packed: PackedMatrix) -> Any:
+    """One `Matrix`, or an array of them for a stack; made once and remembered with the tensors they point into."""
+    if "native" not in packed.forms:
+        packed.forms["native"] = _describe(packed)
+    return packed.forms["native"][0]
+
+
+def _describe(packed: PackedMatrix) -> tuple[Any, list[Tensor]]:
+    codes, scale, zero = (part.contiguous() for part in (packed.codes, packed.scale, packed.zero))
+    if packed.zero.numel() and int(packed.zero.max()) > 15:
+        raise ValueError(f"zero-points must be 0..15, found {int(packed.zero.max())}")
+    count = packed.experts or 1
+    kept, owned, residual = [codes, scale, zero], [0] * (count + 1), None
+    if packed.shadow is not None:
+        shadow = _contiguous(packed.shadow)
+        owned, residual = shadow.offsets.tolist(), shadow.residual
+        kept += [shadow.columns, shadow.residual, *([] if shadow.scale is None else [shadow.scale])]
+    found = (Matrix * count)()
+    for e, matrix in enumerate(found):
+        matrix.n, matrix.k, matrix.count = packed.n, packed.k, owned[e + 1] - owned[e]
+        matrix.scale_kind = KINDS[scale.dtype]
+        for name, part in (("codes", codes), ("zero", zero), ("scale", scale)):
+            setattr(matrix, name, part.data_ptr() + e * (part.nbytes // count))
+        if residual is not None:
+            matrix.residual_kind = KINDS[residual.dtype]
+            for name, part in zip(("columns", "residual", "residual_scale"), kept[3:], strict=False):
+                setattr(matrix, name, part[owned[e] :].data_ptr())
+    return found, kept
+
+
+def _contiguous(shadow: Shadow) -> Shadow:
+    scale = None if shadow.scale is None else shadow.scale.float().contiguous()
+    return Shadow(shadow.columns.int().contiguous(), shadow.residual.contiguous(), shadow.offsets, scale)

@@ -1,0 +1,192 @@
+"""The C kernels compute the codes' own weights, stay inside their memory, and step aside where they cannot be built."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support_kernels import (
+    experts_float64,
+    random_packed,
+    random_routing,
+    random_shadow,
+    random_tokens,
+    relative_error,
+)
+
+from glm5_quant.kernels import native
+from glm5_quant.kernels.dispatch import experts, linear
+from glm5_quant.kernels.layout import from_codes
+
+EXACT, BF16 = 1e-6, 6e-3
+needs_native = pytest.mark.skipif(native.library() is None, reason="no native kernels on this machine")
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """`library()` looks again, before and after."""
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (1, 64), (40, 190), (97, 700)])
+def test_few_tokens_meet_exact_integers_and_float32_scales(n: int, k: int, dtype: torch.dtype) -> None:
+    packed, weight = random_packed(n, k, dtype=dtype, shadow=random_shadow(n, k, [3]))
+    for tokens in range(1, native.FEW_ROWS + 1):
+        x = random_tokens(tokens, k, torch.bfloat16)
+        assert relative_error(native.linear(x, packed, torch.float32), x.double() @ weight.T) < EXACT
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("int8", [False, True])
+def test_many_tokens_meet_weights_rounded_once(dtype: torch.dtype, int8: bool) -> None:
+    packed, weight = random_packed(130, 700, dtype=dtype, shadow=random_shadow(130, 700, [5], int8=int8))
+    rounded = weight.bfloat16().double()
+    for tokens in (9, 16, 17, 20, 21, 33, 48, 129, 256, 257, 265, 530):
+        x = random_tokens(tokens, 700, torch.bfloat16)
+        found = native.linear(x, packed, torch.float32)
+        assert relative_error(found, x.double() @ weight.T) < BF16
+        assert relative_error(found, x.double() @ rounded.T) < BF16
+
+
+@needs_native
+def test_many_tokens_without_a_shadow_equal_bf16_weights_to_float32_accuracy() -> None:
+    packed, weight = random_packed(130, 700, dtype=torch.bfloat16)
+    x = random_tokens(37, 700, torch.bfloat16)
+    found = native.linear(x, packed, torch.float32)
+    assert relative_error(found, x.double() @ weight.float().bfloat16().double().T) < EXACT
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 7, 16, 40])
+def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
+    packed, _ = random_packed(500, 192, dtype=torch.bfloat16, shadow=random_shadow(500, 192, [4]))
+    x = random_tokens(tokens, 192, torch.bfloat16)
+    alone = native.linear(x, packed, torch.bfloat16)
+    try:
+        torch.set_num_threads(3)
+        together = native.linear(x, packed, torch.bfloat16)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone, together)
+
+
+@needs_native
+@pytest.mark.parametrize("tokens", [1, 8, 9, 33])
+def test_rows_of_a_larger_tensor_and_columns_of_another_do_not_leak_in(tokens: int) -> None:
+    packed, weight = random_packed(33, 100, dtype=torch.bfloat16)
+    around = torch.full((tokens, 300), torch.nan, dtype=torch.bfloat16)
+    around[:, 100:200] = random_tokens(tokens, 100, torch.bfloat16)
+    found = linear(around[:, 100:200], packed, backend="cpu")
+    assert relative_error(found, around[:, 100:200].double() @ weight.T) < BF16
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_in_one_call_equal_a_loop_over_tokens(dtype: torch.dtype) -> None:
+    gate_up, weight_gate_up = random_packed(
+        2 * 80, 136, 6, dtype=dtype, shadow=random_shadow(160, 136, [2, 0, 1, 9, 0, 3])
+    )
+    down, weight_down = random_packed(136, 80, 6, seed=1, dtype=dtype)
+    for tokens in (1, 3, 64):
+        index, weight = random_routing(tokens, 6, 2)
+        index[0] = 6
+        x = random_tokens(tokens, 136, torch.bfloat16)
+        found = experts(x, index, weight, gate_up, down, backend="cpu")
+        expected = experts_float64(x, index, weight, weight_gate_up, weight_down)
+        assert torch.equal(found[0], torch.zeros(136, dtype=torch.bfloat16))
+        if tokens > 1:
+            assert relative_error(found, expected) < BF16
+
+
+@needs_native
+def test_silu_is_right_from_minus_to_plus_infinity() -> None:
+    codes = torch.zeros(1, 2, 64, dtype=torch.uint8)
+    codes[0, 0, 0] = codes[0, 1, 1] = 1
+    ones = torch.ones(1, 2, 1)
+    gate_up = from_codes(codes, ones, torch.zeros(1, 2, 1, dtype=torch.uint8))
+    down = from_codes(torch.ones(1, 64, 1, dtype=torch.uint8), torch.ones(1, 64, 1), torch.zeros(1, 64, 1).byte())
+    gate = torch.tensor([-1e30, -90.0, -20.0, -1.5, -1e-3, 0.0, 1e-3, 0.7, 5.0, 88.0, 1e30]).bfloat16()
+    x = torch.zeros(len(gate), 64, dtype=torch.bfloat16)
+    x[:, 0], x[:, 1] = gate, 1
+    index, weight = torch.zeros(len(gate), 1, dtype=torch.long), torch.ones(len(gate), 1)
+    found = native.experts(x, index, weight, gate_up, down)[:, 0].double()
+    expected = gate.double() * torch.sigmoid(gate.double())
+    assert torch.allclose(found, expected, rtol=8e-3, atol=1e-30)
+
+
+@needs_native
+def test_what_does_not_fit_is_said() -> None:
+    packed, _ = random_packed(64, 64, 2)
+    down, _ = random_packed(64, 32, 2)
+    x, weight = torch.ones(1, 64).bfloat16(), torch.ones(1, 1)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=rf"expert indices are {wrong}\.\.{wrong}, outside 0\.\.2"):
+            native.experts(x, torch.tensor([[wrong]]), weight, packed, down)
+    single, _ = random_packed(8, 64)
+    single.zero[0, 0] = 16
+    with pytest.raises(ValueError, match=r"zero-points must be 0\.\.15, found 16"):
+        native.linear(x, single, torch.float32)
+
+
+def test_without_a_compiler_pytorch_computes(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert native.library() is None and not native.suits(1)
+    packed, weight = random_packed(96, 128, dtype=torch.bfloat16)
+    x = random_tokens(3, 128, torch.bfloat16)
+    assert relative_error(linear(x, packed, backend="cpu"), x.double() @ weight.T) < BF16
+    assert "native" not in packed.forms
+
+
+def test_the_kernels_can_be_turned_off(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLM5_QUANT_NATIVE", "0")
+    assert native.library() is None
+
+
+@needs_native
+def test_a_compiler_that_fails_is_reported_and_leaves_nothing(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no such target >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert native.library() is None
+    assert "no such target" in caplog.text
+    assert list((tmp_path / "glm5-quant").iterdir()) == []
+
+
+@needs_native
+@pytest.mark.slow
+def test_the_library_is_compiled_once_into_a_private_folder(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is not None
+    made = list((tmp_path / "glm5-quant").iterdir())
+    assert len(made) == 1 and (tmp_path / "glm5-quant").stat().st_mode & 0o077 == 0
+    before = made[0].stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert [path.stat().st_mtime_ns for path in (tmp_path / "glm5-quant").iterdir()] == [before]
+
+
+@needs_native
+def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "glm5-quant").mkdir()
+    (tmp_path / "glm5-quant").chmod(0o777)
+    elsewhere = native._cache()
+    assert elsewhere.parent != tmp_path and elsewhere.stat().st_uid == os.getuid()
+    elsewhere.rmdir()
