@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5_quant.eval.drift import Drift
-from glm5_quant.eval.result import DialogueResult, TurnPoint
+from glm5_quant.eval.result import DialogueResult, DialogueSums, TurnPoint
 from glm5_quant.eval.statistics import Estimate, Resampled, Statistic, equivalence
 from glm5_quant.eval.summary import nll_difference, perplexity_ratio, summarize
-from glm5_quant.eval.tally import COLUMN
+from glm5_quant.eval.tally import COLUMN, FIELDS
 
 Floats = NDArray[np.float64]
 
@@ -94,6 +94,22 @@ def summarize_drift(drift: Drift, draws: int, seed: int, margin: float) -> Dialo
         slope_per_100_turns=drawn.estimate(slope) if turns > 1 else Estimate(value=None),
         slices=summarize(drift.tally, "document", draws, seed),
         equivalence=equivalence(whole, nll_difference, quantity=quantity, margin=margin, draws=draws, seed=seed),
+        sums=_sums(sums, np.stack(drift.numeric_by_turn)),
+    )
+
+
+def _sums(every: Floats, numeric: Floats) -> DialogueSums:
+    first, last = tenths(every.shape[1])
+
+    def rows(part: Floats) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(row) for row in part.sum(axis=1).tolist())
+
+    return DialogueSums(
+        fields=FIELDS,
+        first=rows(every[:, first]),
+        last=rows(every[:, last]),
+        whole=rows(every),
+        numeric=rows(numeric),
     )
 
 

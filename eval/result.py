@@ -91,6 +91,20 @@ class TurnPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DialogueSums:
+    """Sums by dialogue [D][len(fields)], from which exports of two results can be compared pair by pair.
+
+    fields are those of `tally.FIELDS`; first and last: over the first and the last tenth of the turns.
+    """
+
+    fields: tuple[str, ...]
+    first: tuple[tuple[float, ...], ...]
+    last: tuple[tuple[float, ...], ...]
+    whole: tuple[tuple[float, ...], ...]
+    numeric: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DialogueResult:
     """Teacher-forced drift over N turns of one export (or of the source: then ratio figures are those of itself)."""
 
@@ -104,6 +118,7 @@ class DialogueResult:
     slope_per_100_turns: Estimate
     slices: tuple[SliceResult, ...]
     equivalence: Equivalence | None
+    sums: DialogueSums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,6 +282,7 @@ class EvalResult:
     versions: dict[str, str] = field(default_factory=dict)
     command: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     peak_memory_bytes: int | None = None
     forward_tokens: int = 0
 

@@ -52,7 +52,7 @@ def evaluate(
     export once (1 + N passes), besides `diagnose` windows looked at in parts. Raises UserError for settings, texts or
     models that cannot be used. A model whose figures are not finite does not raise: the result has status "invalid".
     """
-    started = time.monotonic()
+    started, cpu = time.monotonic(), time.process_time()
     config = replace(config or EvalConfig(), **settings)
     gates = parse_gates(config.gates)
     with Session(source, list(exports), names, tokenizer, config, progress) as session:
@@ -64,6 +64,7 @@ def evaluate(
         gates=decide(gates, result.exports),
         versions=_versions(),
         seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time() - cpu,
         peak_memory_bytes=_peak_memory(),
     )
 

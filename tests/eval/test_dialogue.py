@@ -185,6 +185,16 @@ def test_a_planted_slope_is_recovered_as_slope_ratio_and_growth() -> None:
     assert len(FIELDS) == planted(3, 1, 0).by_turn[0].shape[1]
 
 
+def test_sums_by_dialogue_give_the_same_growth_again_from_the_report_alone() -> None:
+    found = summarize_drift(planted(200, 6, 0.001), 50, 0, 0.01)
+    assert found.sums is not None and found.sums.fields == FIELDS
+    first, last, whole = (np.array(part) for part in (found.sums.first, found.sums.last, found.sums.whole))
+    assert first.shape == (6, len(FIELDS)) and whole[:, COLUMN["tokens"]].tolist() == [2000.0] * 6
+    means = [part[:, COLUMN["nll"]].sum() / part[:, COLUMN["tokens"]].sum() for part in (first, last)]
+    assert math.exp(means[1] - means[0]) - 1 == pytest.approx(found.growth.value, rel=1e-12)
+    assert np.array(found.sums.numeric).sum() == 0
+
+
 def test_no_planted_slope_gives_zero_growth_and_equivalence() -> None:
     found = summarize_drift(planted(200, 6, 0.0), 500, 0, 0.01)
     assert found.relative_growth.value == 0
