@@ -91,8 +91,8 @@ class Recorder:
 class Solver:
     """Handler of the quantized stream: collects at unsolved linears, computes at solved ones.
 
-    `collect(group, x)` adds one chunk's statistics; `solve(group)` returns the solved weights by name. `last` and
-    `single` say of the current chunk whether it is the last, and whether it is the only one.
+    `collect(group, x)` adds one chunk's statistics; `solve(group)` returns the solved weights by name, in `dtype`.
+    `last` and `single` say of the current chunk whether it is the last, and whether it is the only one.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Solver:
             group = self.group_of[tap.name]
             self.collect(group, x)
             if self.last:
-                self.solved |= {name: weight.to(self.dtype) for name, weight in self.solve(group).items()}
+                self.solved |= self.solve(group)
             if not self.single:
                 raise StageReached
         return linear(x, self.solved[tap.name], tap.bias, self.dtype)

@@ -10,8 +10,12 @@ from torch import Tensor
 
 
 def quadratic_rows(delta_NK: Tensor, hessian_KK: Tensor) -> Tensor:
-    """d H d^T of each row d, float32 [..., N]: that row's mean squared output error over the tokens behind H."""
-    return ((delta_NK @ hessian_KK) * delta_NK).sum(-1)
+    """d H d^T of each row d, float32 [..., N]: that row's mean squared output error over the tokens behind H.
+
+    The product is taken in H's dtype. With bfloat16 its rounding (0.4% an element, without bias) averages out over a
+    matrix.
+    """
+    return ((delta_NK.to(hessian_KK.dtype) @ hessian_KK).float() * delta_NK).sum(-1)
 
 
 def relative_error(weight_NK: Tensor, other_NK: Tensor, hessian_KK: Tensor) -> Tensor:

@@ -39,12 +39,15 @@ def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     mixed_EKK = mixed_EKK.gather(2, reversed_EK[:, None, :].expand(-1, k, -1))
     mean_E = diagonal_EK.mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     mixed_EKK /= mean_E[:, None, None]
-    factor_EKK, ok_E = cholesky(_damped(mixed_EKK, damp))
+    # In place from here on: at GLM-5's size each K x K matrix is 151 MB.
+    mixed_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
+    factor_EKK, ok_E = cholesky(mixed_EKK)
     for bad in torch.nonzero(~ok_E).flatten().tolist():
         factor_EKK[bad] = _stubborn_factor(mixed_EKK[bad].double(), max(damp, 1e-6))
-    root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1)
+    del mixed_EKK
+    root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1).clone()
     variance_EK = torch.empty_like(root_EK).scatter_(1, reversed_EK, root_EK.square())
-    unit_EKK = (factor_EKK / root_EK.unsqueeze(-2)).flip(-1, -2).contiguous()
+    unit_EKK = factor_EKK.div_(root_EK.unsqueeze(-2)).flip(-1, -2)
     return Order(order_EK=order_EK, unit_EKK=unit_EKK, variance_EK=variance_EK)
 
 

@@ -14,22 +14,36 @@ import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 1024
-GAP_CHUNK_TOKENS = 4096
+# For products in a low precision, whose results are rounded to it.
+LOW_CHUNK_TOKENS = 4096
 # Only tiles on and above the diagonal are computed; 192 is wide enough for full matmul speed.
 TILE = 192
 
 
-def accumulate(hessian_KK: Tensor, x_TK: Tensor, weight_T: Tensor | None = None) -> None:
+def accumulate(
+    hessian_KK: Tensor,
+    x_TK: Tensor,
+    weight_T: Tensor | None = None,
+    product_dtype: torch.dtype = torch.float32,
+) -> None:
     """hessian += sum_t w_t x_t x_t^T, in place, **tiles on and above the diagonal only** (see `symmetric`).
 
-    hessian_KK float32; x_TK any floating dtype; weight_T [T] at least 0, or None for ones.
+    hessian_KK float32; x_TK any floating dtype; weight_T [T] at least 0, or None for ones. The product of a chunk is
+    taken in `product_dtype`: bfloat16 rounds each chunk's sums by 0.2%, without bias, where 4,096 tokens know them to
+    1.6% at best, and takes less than half the time.
     """
-    k = hessian_KK.shape[-1]
-    for start in range(0, x_TK.shape[0], CHUNK_TOKENS):
-        x = x_TK[start : start + CHUNK_TOKENS].float()
-        left = x if weight_T is None else x * weight_T[start : start + CHUNK_TOKENS, None].float()
+    k, wide = hessian_KK.shape[-1], product_dtype == torch.float32
+    size = CHUNK_TOKENS if wide else LOW_CHUNK_TOKENS
+    for start in range(0, x_TK.shape[0], size):
+        x = x_TK[start : start + size]
+        left = x.float() if weight_T is None else x.float() * weight_T[start : start + size, None].float()
+        x, left = x.to(product_dtype), left.to(product_dtype)
         for tile in range(0, k, TILE):
-            hessian_KK[tile : tile + TILE, tile:].addmm_(left[:, tile : tile + TILE].T, x[:, tile:])
+            columns, right = left[:, tile : tile + TILE].T, x[:, tile:]
+            if wide:
+                hessian_KK[tile : tile + TILE, tile:].addmm_(columns, right)
+            else:
+                hessian_KK[tile : tile + TILE, tile:] += columns @ right
 
 
 def accumulate_gap(
@@ -43,8 +57,8 @@ def accumulate_gap(
 
     The difference is formed before it is rounded, so bfloat16 costs 0.4% of the *gap*, not of the moments themselves.
     """
-    for start in range(0, x_TK.shape[0], GAP_CHUNK_TOKENS):
-        part = slice(start, start + GAP_CHUNK_TOKENS)
+    for start in range(0, x_TK.shape[0], LOW_CHUNK_TOKENS):
+        part = slice(start, start + LOW_CHUNK_TOKENS)
         left = source_TK[part].float() - x_TK[part].float()
         if weight_T is not None:
             left *= weight_T[part, None].float()
@@ -82,7 +96,7 @@ class Moments:
         device: torch.device | str = "cpu",
         product_dtype: torch.dtype = torch.float32,
     ) -> Moments:
-        """Sums of nothing over k channels. `product_dtype` is that of the gap's products (see `accumulate_gap`)."""
+        """Sums of nothing over k channels. `product_dtype`: see `accumulate`."""
         gap_sum = torch.zeros(k, k, device=device) if gap else None
         return cls(torch.zeros(k, k, device=device), gap_sum, product_dtype=product_dtype)
 
@@ -94,7 +108,7 @@ class Moments:
         if x_TK.ndim != 2 or x_TK.shape[1] != self.sum_KK.shape[0]:
             raise ValueError(f"inputs of shape {tuple(x_TK.shape)}, expected [T, {self.sum_KK.shape[0]}]")
         self._whole = None
-        accumulate(self.sum_KK, x_TK, weight_T)
+        accumulate(self.sum_KK, x_TK, weight_T, self.product_dtype)
         if self.gap_sum_KK is not None:
             self._add_gap(x_TK, weight_T, source_TK)
         self.tokens += x_TK.shape[0]
@@ -125,6 +139,21 @@ class Moments:
         self.weight_square_sum += other.weight_square_sum
         self.gap_weight_sum += other.gap_weight_sum
         self.tokens += other.tokens
+        self._whole = None
+
+    def forget(self) -> None:
+        """Drop what can be made again from the sums (H, another K x K matrix)."""
+        self._whole = None
+
+    def lean_on(self, pool: Moments, kappa: float) -> None:
+        """H <- (N_eff H + kappa H_pool) / (N_eff + kappa), in place, as if kappa tokens of the pool had been added."""
+        if self.weight_square_sum <= 0 or pool.weight_sum <= 0 or kappa <= 0:
+            return
+        effective = self.n_eff
+        added = kappa * self.weight_sum / effective
+        self.sum_KK += pool.sum_KK * (added / pool.weight_sum)
+        self.weight_sum += added
+        self.weight_square_sum = self.weight_sum**2 / (effective + kappa)
         self._whole = None
 
     @property

@@ -39,6 +39,30 @@ def test_bfloat16_products_change_the_gap_by_less_than_a_hundredth() -> None:
     assert float((gaps[1] - gaps[0]).norm() / gaps[0].norm()) < 0.01
 
 
+def test_bfloat16_products_change_the_moments_by_less_than_their_sampling_noise() -> None:
+    x = layer_inputs(9000, 300).bfloat16()
+    weight = gaussian(9000).abs()
+    exact = (x.double() * weight.double()[:, None]).T @ x.double() / weight.double().sum()
+    moments = Moments.empty(300, product_dtype=torch.bfloat16)
+    for part in (slice(0, 5000), slice(5000, None)):
+        moments.add(x[part], weight[part])
+    error = float((moments.hessian_KK.double() - exact).norm() / exact.norm())
+    other = Moments.empty(300)
+    other.add(x[:4500], weight[:4500])
+    assert error < 0.003
+    assert float((other.hessian_KK.double() - exact).norm() / exact.norm()) > 3 * error
+    assert torch.equal(moments.hessian_KK, moments.hessian_KK.T)
+
+
+def test_moments_make_again_what_they_forgot() -> None:
+    moments = Moments.empty(8)
+    moments.add(layer_inputs(50, 8))
+    before = moments.hessian_KK
+    moments.forget()
+    assert moments.hessian_KK is not before
+    assert torch.equal(moments.hessian_KK, before)
+
+
 def test_without_weights_every_token_counts_once() -> None:
     x = layer_inputs(50, 8)
     moments = Moments.empty(8)
