@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support_calibrate import small
-from support_models import byte_tokenizer, read_tensors, tiny, tiny_q3
+from support_models import byte_tokenizer, read_tensors, tiny, tiny_ds8, tiny_q3
 
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -79,6 +79,20 @@ def test_experts_and_their_router_are_calibrated_on_the_rotated_stream(tmp_path:
     assert torch.equal(read_tensors(tmp_path / "out")[router], view.read(router))
     assert not torch.equal(view.read(router), open_checkpoint(source).read(router))
     assert verify(tmp_path / "out", source).ok
+
+
+@pytest.mark.parametrize("kind", ["fp8", "granitemoe", "glm_moe_dsa"])
+def test_widened_sources_fused_stacks_and_indexers_export_what_was_calibrated(kind: str, tmp_path: Path) -> None:
+    source = tiny_ds8(tmp_path / "m") if kind == "fp8" else tiny(kind, tmp_path / "m")
+    small(source, tmp_path / "w", preset="fast", quant={"rotation": "folded"})
+    export(source, tmp_path / "w" / "calibration", tmp_path / "out")
+    report = verify(tmp_path / "out", source)
+    assert report.ok
+    assert max(sample.error for sample in report.samples) < 0.2
+    ids = torch.randint(0, 240, (1, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, original = (load(x, dtype=torch.float32)(ids).logits for x in (tmp_path / "out", source))
+    assert kl(original, ours) < 0.2 * kl(original, torch.zeros_like(original))
 
 
 def test_a_journal_of_another_rotation_is_refused_by_name(folded: Any) -> None:
