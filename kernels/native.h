@@ -35,7 +35,7 @@ typedef struct {
     const void *residual;
     const float *residual_scale;
     int64_t n, k, count;
-    int32_t scale_kind, residual_kind;
+    int32_t scale_kind, residual_kind, bits; /* bits: 4; 8 (code - 128) and 16 (bf16): [N, K] as they are */
 } Matrix;
 
 INLINE float bf16_to_float(uint16_t value) {
@@ -54,8 +54,93 @@ INLINE uint16_t float_to_bf16(float value) {
 
 INLINE __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
 
+/* some rows of a matrix times some tokens */
+typedef struct {
+    const Matrix *matrix;
+    const uint16_t *x; /* few: rows of `stride` values; many: packed panels */
+    const uint16_t *shadow_x;
+    int64_t tokens, stride, first, last, out_stride;
+    void *out;
+    int32_t out_kind;
+} Job;
+
+INLINE float widen(const void *values, int64_t i, int kind) {
+    if (kind == BF16) return bf16_to_float(((const uint16_t *)values)[i]);
+    if (kind == F16) return _cvtsh_ss(((const uint16_t *)values)[i]);
+    if (kind == F32) return ((const float *)values)[i];
+    return (float)((const int8_t *)values)[i];
+}
+
+INLINE int64_t blocks_of(const Matrix *m) { return (m->k + GROUP - 1) / GROUP; }
+INLINE int64_t bytes_of(const Matrix *m) { return (m->k + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
+
+/* count float32 scales from position `at` on; a multiple of 16 is written */
+INLINE void widen_scales(const Matrix *m, int64_t at, int64_t count, float *out) {
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __mmask16 mask = lanes(count - i);
+        __m512 values;
+        if (m->scale_kind == F32) values = _mm512_maskz_loadu_ps(mask, (const float *)m->scale + at + i);
+        else {
+            const __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)m->scale + at + i);
+            values = m->scale_kind == F16 ? _mm512_cvtph_ps(half)
+                                          : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+        }
+        _mm512_storeu_ps(out + i, values);
+    }
+}
+
+typedef struct {
+    __m512bh low, high; /* 64 weights of a row */
+} Pair;
+
+INLINE __m512bh words(__m256i bytes, __m512i table) {
+    return (__m512bh)_mm512_permutexvar_epi16(_mm512_cvtepu8_epi16(bytes), table);
+}
+
+INLINE Pair looked_up(__m512i plane, __m512i table) {
+    const Pair pair = {words(_mm512_castsi512_si256(plane), table), words(_mm512_extracti64x4_epi64(plane, 1), table)};
+    return pair;
+}
+
+/* a block of 8-bit codes times scale, or of bf16 weights as they are; what is beyond K is zero */
+INLINE Pair whole_numbers(const Matrix *m, int bits, int64_t row, int64_t block, __m512 scale) {
+    const int64_t at = row * m->k + block * GROUP, left = m->k - block * GROUP;
+    const __mmask64 mask = left >= GROUP ? ~0ull : (1ull << left) - 1;
+    Pair pair;
+    if (bits == 16) {
+        const uint16_t *from = (const uint16_t *)m->codes + at;
+        pair.low = (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)mask, from);
+        pair.high = (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)(mask >> 32), from + 32);
+        return pair;
+    }
+    const __m512i middle = _mm512_set1_epi8((char)128);
+    const __m512i steps = _mm512_xor_si512(_mm512_mask_loadu_epi8(middle, mask, m->codes + at), middle);
+#define QUARTER(i) _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(steps, i))), scale)
+    pair.low = _mm512_cvtne2ps_pbh(QUARTER(1), QUARTER(0));
+    pair.high = _mm512_cvtne2ps_pbh(QUARTER(3), QUARTER(2));
+#undef QUARTER
+    return pair;
+}
+
+INLINE void store(const Job *job, int64_t token, int64_t first, const float *values, int64_t count) {
+    const int64_t at = token * job->out_stride + first;
+    if (job->out_kind == F32) memcpy((float *)job->out + at, values, (size_t)count * 4);
+    else for (int64_t i = 0; i < count; i += LANES) {
+        const __mmask16 mask = lanes(count - i);
+        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, values + i));
+        _mm256_mask_storeu_epi16((uint16_t *)job->out + at + i, mask, rounded);
+    }
+}
+
 /* memory a thread keeps from call to call, by purpose (0 to 3 in a linear, 4 to 7 in experts); NULL if there is none */
 void *glm5_scratch(int64_t bytes, int which);
+
+/* rows job->first to job->last for up to FEW tokens (x: rows), or for more (x: panels); 1 if memory is short */
+int glm5_few(const Job *job);
+int glm5_many(const Job *job);
+
+/* tokens as panels of 16: [panel][width / 2][16 tokens][2]; what is missing is zero */
+void glm5_panels(const uint16_t *x, int64_t tokens, int64_t stride, int64_t k, int64_t width, uint16_t *out);
 
 int glm5_linear(const Matrix *m, const uint16_t *x, int64_t tokens, int64_t stride, void *out, int32_t out_kind,
                 int32_t threads);

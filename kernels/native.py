@@ -25,9 +25,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from glm5_quant.kernels.layout import PackedMatrix, Shadow
+from glm5_quant.kernels.layout import PackedMatrix, Shadow, block_count
 
-SOURCES = ("native_linear.c", "native_experts.c")
+SOURCES = ("native_linear.c", "native_few.c", "native_many.c", "native_experts.c")
 HEADERS = ("native.h",)
 FLAGS = (
     "-O3", "-std=c11", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
@@ -45,7 +45,7 @@ class Matrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "zero", "scale", "columns", "residual", "residual_scale")),
         *((name, ctypes.c_int64) for name in ("n", "k", "count")),
-        *((name, ctypes.c_int32) for name in ("scale_kind", "residual_kind")),
+        *((name, ctypes.c_int32) for name in ("scale_kind", "residual_kind", "bits")),
     )
 
 
@@ -59,11 +59,35 @@ def suits(tokens: int) -> bool:
 
 def linear(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """x @ W^T with the shadow, [T, N] in float32 or bf16; x is bf16 [T, K]."""
+    return _product(x_TK, _matrices(packed), packed.n, dtype)
+
+
+def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ ((codes - 128) * scale)^T, [T, N] in float32 or bf16; codes uint8, one scale for 64 inputs, x bf16 [T, K]."""
+    if scale_NB.shape != (codes_NK.shape[0], block_count(codes_NK.shape[1])):
+        raise ValueError(f"8-bit codes {tuple(codes_NK.shape)} have one scale for 64, found {tuple(scale_NB.shape)}")
+    codes_NK, scale_NB = codes_NK.contiguous(), scale_NB.contiguous()
+    n, k = codes_NK.shape
+    matrix = Matrix(
+        codes=codes_NK.data_ptr(), scale=scale_NB.data_ptr(), n=n, k=k, scale_kind=KINDS[scale_NB.dtype], bits=8
+    )
+    return _product(x_TK, ctypes.byref(matrix), n, dtype)
+
+
+def dense(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """x @ W^T, all bf16, for a few tokens: PyTorch's product reads large matrices at half the speed of memory."""
+    weight_NK = weight_NK.contiguous()
+    n, k = weight_NK.shape
+    matrix = Matrix(codes=weight_NK.data_ptr(), n=n, k=k, bits=16)
+    return _product(x_TK, ctypes.byref(matrix), n, torch.bfloat16)
+
+
+def _product(x_TK: Tensor, matrix: Any, n: int, dtype: torch.dtype) -> Tensor:
     x_TK = x_TK.contiguous()
-    out_TN = torch.empty(x_TK.shape[0], packed.n, dtype=dtype)
-    matrix = _matrices(packed)
+    tokens, k = x_TK.shape
+    out_TN = torch.empty(tokens, n, dtype=dtype)
     failed = cast(Any, library()).glm5_linear(
-        matrix, x_TK.data_ptr(), x_TK.shape[0], packed.k, out_TN.data_ptr(), KINDS[dtype], torch.get_num_threads()
+        matrix, x_TK.data_ptr(), tokens, k, out_TN.data_ptr(), KINDS[dtype], torch.get_num_threads()
     )
     if failed:
         raise MemoryError("no memory for the working space of a linear layer")
@@ -178,7 +202,7 @@ def _describe(packed: PackedMatrix) -> tuple[Any, list[Tensor]]:
     found = (Matrix * count)()
     for e, matrix in enumerate(found):
         matrix.n, matrix.k, matrix.count = packed.n, packed.k, owned[e + 1] - owned[e]
-        matrix.scale_kind = KINDS[scale.dtype]
+        matrix.scale_kind, matrix.bits = KINDS[scale.dtype], 4
         for name, part in (("codes", codes), ("zero", zero), ("scale", scale)):
             setattr(matrix, name, part.data_ptr() + e * (part.nbytes // count))
         if residual is not None:

@@ -108,6 +108,24 @@ def test_experts_in_one_call_equal_a_loop_over_tokens(dtype: torch.dtype) -> Non
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (64, 128), (33, 190), (97, 577)])
+def test_eight_bit_codes_and_plain_bf16_weights(n: int, k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8, generator=generator)
+    scale = torch.rand(n, -(-k // 64), generator=generator).add_(0.5).mul_(1e-3).to(dtype)
+    weight = (codes.double() - 128) * scale.double()[:, torch.arange(k) // 64]
+    for tokens in (1, 4, 5, 8, 9, 40):
+        x = random_tokens(tokens, k, torch.bfloat16)
+        found = native.eight(x, codes, scale, torch.float32)
+        assert relative_error(found, x.double() @ weight.T) < (EXACT if tokens <= native.FEW_ROWS else BF16)
+        found = native.dense(x, weight.bfloat16())
+        assert relative_error(found, x.double() @ weight.bfloat16().double().T) < BF16
+    with pytest.raises(ValueError, match="one scale for 64"):
+        native.eight(x, codes, scale[:, :0], torch.float32)
+
+
+@needs_native
 def test_silu_is_right_from_minus_to_plus_infinity() -> None:
     codes = torch.zeros(1, 2, 64, dtype=torch.uint8)
     codes[0, 0, 0] = codes[0, 1, 1] = 1

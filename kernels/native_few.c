@@ -1,0 +1,137 @@
+/* Up to FEW tokens: a dot along K for each row, products of bf16 tokens with the exact integers code - zero; the scale
+   of a block is applied to its float32 sums. */
+
+#include "native.h"
+
+static uint16_t INTEGERS[16][32] ALIGNED; /* bf16 of code - zero, by zero */
+
+__attribute__((constructor)) static void fill_integers(void) {
+    for (int zero = 0; zero < 16; zero++)
+        for (int code = 0; code < 32; code++) INTEGERS[zero][code] = float_to_bf16((float)((code & 15) - zero));
+}
+
+INLINE void few_block(Pair pair, float scale, const uint16_t *x, int64_t stride, int count, __m512 *sum) {
+    const __m512 factor = _mm512_set1_ps(scale);
+#pragma GCC unroll 8
+    for (int t = 0; t < count; t++) {
+        const uint16_t *row = x + t * stride;
+        __m512 dot = _mm512_dpbf16_ps(_mm512_setzero_ps(), pair.low, (__m512bh)_mm512_loadu_si512(row));
+        dot = _mm512_dpbf16_ps(dot, pair.high, (__m512bh)_mm512_loadu_si512(row + 32));
+        sum[t] = _mm512_fmadd_ps(dot, factor, sum[t]);
+    }
+}
+
+/* two blocks of a row of 4-bit codes */
+INLINE void few_nibbles(const Job *job, int64_t row, int ahead, int64_t b, const float *scale, int count, __m512 *sum) {
+    const Matrix *m = job->matrix;
+    const __m512i mask = _mm512_set1_epi8(15);
+    const uint8_t *from = m->codes + row * bytes_of(m) + b * (GROUP / 2), *zero = m->zero + row * blocks_of(m) + b;
+    const uint16_t *x = job->x + b * GROUP;
+    const __m512i both = _mm512_loadu_si512(from);
+    if (row + ahead < m->n) _mm_prefetch(from + ahead * bytes_of(m), _MM_HINT_T0);
+    const Pair one = looked_up(_mm512_and_si512(both, mask), _mm512_load_si512(INTEGERS[zero[0] & 15]));
+    few_block(one, scale[0], x, job->stride, count, sum);
+    if (b + 1 == blocks_of(m)) return;
+    const __m512i other = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    const Pair two = looked_up(other, _mm512_load_si512(INTEGERS[zero[1] & 15]));
+    few_block(two, scale[1], x + GROUP, job->stride, count, sum);
+}
+
+/* two blocks of a row of 8-bit codes or bf16 weights */
+INLINE void few_wide(const Job *job, int bits, int64_t row, int ahead, int64_t b, const float *scale, int count,
+                     __m512 *sum) {
+    const Matrix *m = job->matrix;
+    for (int64_t at = b; at < b + 2 && at < blocks_of(m); at++) {
+        if (row + ahead < m->n) {
+            const uint8_t *next = m->codes + ((row + ahead) * m->k + at * GROUP) * (bits / 8);
+            _mm_prefetch(next, _MM_HINT_T0);
+            if (bits == 16) _mm_prefetch(next + 64, _MM_HINT_T0);
+        }
+        const Pair pair = whole_numbers(m, bits, row, at, _mm512_set1_ps(1));
+        few_block(pair, bits == 16 ? 1 : scale[at - b], job->x + at * GROUP, job->stride, count, sum);
+    }
+}
+
+INLINE void few_rows(const Job *job, int bits, int64_t row, int rows, int count, const float *scale, float *out,
+                     int64_t width) {
+    const int64_t blocks = blocks_of(job->matrix);
+    __m512 sum[4][FEW];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < count; t++) sum[r][t] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b += 2) {
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const float *factor = scale + r * blocks + b;
+            if (bits == 4) few_nibbles(job, row + r, rows, b, factor, count, sum[r]);
+            else few_wide(job, bits, row + r, rows, b, factor, count, sum[r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < count; t++) out[t * width + r] = _mm512_reduce_add_ps(sum[r][t]);
+}
+
+/* four rows of up to four tokens, two rows of more, or a single row */
+INLINE void few_any(const Job *job, int bits, int64_t row, int rows, const float *scale, float *out, int64_t width) {
+    const int count = (int)job->tokens;
+#define CASE(rows_, count_) \
+    case count_: few_rows(job, bits, row, rows_, count_, scale, out, width); break;
+    if (rows == 4) switch (count) { CASE(4, 1) CASE(4, 2) CASE(4, 3) CASE(4, 4) }
+    else if (rows == 2) switch (count) { CASE(2, 5) CASE(2, 6) CASE(2, 7) CASE(2, 8) }
+    else switch (count) { CASE(1, 1) CASE(1, 2) CASE(1, 3) CASE(1, 4) CASE(1, 5) CASE(1, 6) CASE(1, 7) CASE(1, 8) }
+#undef CASE
+}
+
+static void few_four(const Job *job, int64_t row, int rows, const float *scale, float *out, int64_t width) {
+    few_any(job, 4, row, rows, scale, out, width);
+}
+
+static void few_eight(const Job *job, int64_t row, int rows, const float *scale, float *out, int64_t width) {
+    few_any(job, 8, row, rows, scale, out, width);
+}
+
+static void few_sixteen(const Job *job, int64_t row, int rows, const float *scale, float *out, int64_t width) {
+    few_any(job, 16, row, rows, scale, out, width);
+}
+
+INLINE void add_column(float *out, int64_t count, float x, const void *residual, int64_t at, int kind) {
+    for (int64_t i = 0; i < count; i++) out[i] += x * widen(residual, at + i, kind);
+}
+
+static void add_shadow(const Job *job, int64_t token, float *out) {
+    const Matrix *m = job->matrix;
+    const int64_t count = job->last - job->first;
+    for (int64_t c = 0; c < m->count; c++) {
+        const float factor = m->residual_scale ? m->residual_scale[c] : 1;
+        const float x = factor * bf16_to_float(job->x[token * job->stride + m->columns[c]]);
+        const int64_t at = c * m->n + job->first;
+        if (m->residual_kind == BF16) add_column(out, count, x, m->residual, at, BF16);
+        else if (m->residual_kind == F16) add_column(out, count, x, m->residual, at, F16);
+        else if (m->residual_kind == F32) add_column(out, count, x, m->residual, at, F32);
+        else add_column(out, count, x, m->residual, at, I8);
+    }
+}
+
+int glm5_few(const Job *job) {
+    const Matrix *m = job->matrix;
+    const int64_t width = job->last - job->first, blocks = blocks_of(m);
+    const int most = job->tokens <= 4 ? 4 : 2;
+    float *out = glm5_scratch(job->tokens * width * 4, 0), *scale = glm5_scratch((4 * blocks + LANES) * 4, 1);
+    if (!out || !scale) return 1;
+    for (int64_t row = job->first, rows; row < job->last; row += rows) {
+        rows = job->last - row >= most ? most : 1;
+        if (m->bits != 16) widen_scales(m, row * blocks, rows * blocks, scale);
+        float *to = out + (row - job->first);
+        if (m->bits == 4) few_four(job, row, (int)rows, scale, to, width);
+        else if (m->bits == 8) few_eight(job, row, (int)rows, scale, to, width);
+        else few_sixteen(job, row, (int)rows, scale, to, width);
+    }
+    for (int64_t t = 0; t < job->tokens; t++) {
+        add_shadow(job, t, out + t * width);
+        store(job, t, job->first, out + t * width, width);
+    }
+    return 0;
+}
