@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
+from glm5_quant.calibrate.seen import SAMPLE_TOKENS
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.rounding import SLICE_WEIGHTS
@@ -60,6 +61,8 @@ def cut(items: list[Linear], settings: Settings, hidden: int, family: Family, dt
     first = [one for one in inside if one.layer == items[0].layer]
     attention = _solving(inside) + 2 * item * sum(one.n * one.k for one in first)
     fixed = INTERPRETER_BYTES + max(attention, _solving(outside))
+    if settings.quant.activations == "int4-channel":  # the sample, and what is made of it while scales are searched
+        fixed += 4 * _F32 * SAMPLE_TOKENS * max(one.k for one in items)
     boundaries = 2 * streams * tokens * hidden * item
     buffers = streams * tokens * hidden * (2 * item + 2 * _F32)
     on_disk = fixed + boundaries + buffers > cap * 3 // 4

@@ -10,7 +10,9 @@ from support_calibrate import small
 from support_models import rewrite, tiny, tiny_q3
 
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.seen import SAMPLE_TOKENS, Sample, Seen
+from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.exporting import export
@@ -132,3 +134,12 @@ def test_matrices_that_read_one_input_share_scales_and_starved_experts_have_some
     export(source, tmp_path / "w" / "calibration", tmp_path / "out")
     assert verify(tmp_path / "out", source).ok
     assert load(tmp_path / "out").packed_count == len(found)
+
+
+def test_the_plan_counts_the_memory_of_the_sample(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny("llama", tmp_path / "m"))
+    plain, scaled = (
+        make_plan(checkpoint, Settings(quant=QuantConfig(activations=mode)), tmp_path).least_memory_bytes
+        for mode in ("none", "int4-channel")
+    )
+    assert scaled - plain == 4 * 4 * SAMPLE_TOKENS * 192
