@@ -28,7 +28,8 @@ class EvalConfig:
     max_context: tokens of context in dialogues; where a dialogue is longer the oldest turns are dropped (None: the
         model's max_position_embeddings).
     kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on
-        to the next token (0 or 0.3).
+        to the next token (0 or 0.3). kv_recent: newest tokens kept in 16 bit (None: 4,096 for "tiered", else none).
+        kv_scales: JSON file with fixed FP8 scales by layer, {"0": [key, value], ...} ("": from each token).
     critical_words: file with one word a line, "default", or "" for none.
     stress: add the four stress shapes.
     diagnose: windows on which layers, routers and the head are compared part by part (0: off), and the source is
@@ -54,11 +55,12 @@ class EvalConfig:
     max_answer_tokens: int = 256
     num_problems: int = 50
     decode_steps: bool = False
-    chunk: int = 256
+    chunk: int = 512
     max_context: int | None = None
     kv_cache: str = "fp16"
     kv_feedback: float = 0.0
     kv_recent: int | None = None
+    kv_scales: str = ""
     critical_words: str = ""
     stress: bool = False
     diagnose: int = 2
@@ -92,6 +94,8 @@ class EvalConfig:
         _one_of("padding_side", self.padding_side, ("left", "right"))
         _one_of("prefix", self.prefix, ("auto", "none"))
         _one_of("kv_cache", self.kv_cache, KV_CACHES)
+        if self.kv_scales and self.kv_cache not in ("fp8", "tiered"):
+            raise UserError("only FP8 caches have scales", item="kv_scales", found=f"kv_cache={self.kv_cache}")
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if not 0 <= self.kv_feedback <= 1:
             raise UserError("out of range", item="kv_feedback", found=self.kv_feedback, expected="0 to 1")

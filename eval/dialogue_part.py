@@ -11,6 +11,7 @@ from glm5_quant.eval.dialogue import Dialogue, Renderer, Segment, as_dialogue, f
 from glm5_quant.eval.drift import Drift, Reader, measure_drift
 from glm5_quant.eval.free_running import Transcript, converse
 from glm5_quant.eval.kv_cache import CacheSpec, new_cache, spec_of
+from glm5_quant.eval.kv_scales import check_layers, read_kv_scales
 from glm5_quant.eval.routing import RoutingDrift, RoutingWatch
 from glm5_quant.eval.runner import PlainCache, Runner
 from glm5_quant.eval.session import Session
@@ -102,6 +103,10 @@ def cache_specs(session: Session) -> list[CacheSpec]:
     plain = spec_of(config.kv_cache, recent=config.kv_recent)
     if plain is None:
         return []
+    if config.kv_scales:
+        scales = read_kv_scales(config.kv_scales)
+        check_layers(scales, session.layers, config.kv_scales)
+        plain = replace(plain, static_scales=scales)
     return [plain, replace(plain, feedback=config.kv_feedback)] if config.kv_feedback else [plain]
 
 
@@ -112,6 +117,7 @@ def dialogue_part(session: Session, rows: list[Any] | None) -> DialoguePart:
     """
     config = session.config
     assert config.long_dialogue is not None
+    cache_specs(session)  # a file of scales that does not fit fails before any model runs
     if session.tokenizer is None:
         raise UserError("dialogues need a tokenizer", item="tokenizer", expected="tokenizer=, or a model folder")
     if rows is None:

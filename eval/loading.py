@@ -37,12 +37,15 @@ def dtype_of(config: EvalConfig) -> torch.dtype | None:
 
 
 def names_of(exports: Sequence[Any], names: Sequence[str] | None) -> list[str]:
-    """A distinct name for each export: as given, else the shortest ends of their paths that differ."""
+    """A distinct name for each export: as given, else the shortest parts of their paths that differ."""
     if names is not None:
         if len(names) != len(exports) or len(set(names)) != len(names):
             raise UserError("needs one distinct name for each export", item="names", found=list(names))
         return list(names)
     paths = [Path(export).resolve().parts if is_folder(export) else (f"model-{i}",) for i, export in enumerate(exports)]
+    if len({path[-1] for path in paths}) == 1 < len(paths):
+        # WORK/export of several work folders: what they all end in tells nothing.
+        paths = [path[:-1] for path in paths]
     for depth in range(1, max((len(path) for path in paths), default=1) + 1):
         found = ["/".join(path[-depth:]) for path in paths]
         if len(set(found)) == len(found):

@@ -38,7 +38,8 @@ svg.key{width:28px;height:8px;flex:none}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}
 table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;min-width:60%}
 th,td{padding:.28rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left;padding-left:.1rem;white-space:normal;min-width:9.5rem}
+th:first-child,td:first-child{text-align:left;padding-left:.1rem;white-space:normal;min-width:8.5rem;
+ position:sticky;left:0;background:#fff}
 thead th{border-bottom:2px solid var(--soft);vertical-align:bottom}
 td.bad{color:var(--bad);font-weight:600}
 ul{padding-left:1.2rem}li{margin:.2rem 0}
@@ -120,8 +121,7 @@ def _card(export: ExportResult, result: EvalResult) -> str:
 
 
 def _findings(result: EvalResult) -> str:
-    found = [(export.name, finding) for export in result.exports for finding in export.findings]
-    found += [(f"{v.weights}, {v.kind} cache", finding) for v in result.cache_variants for finding in v.findings]
+    found = result.all_findings
     if not found:
         return ""
     items = "".join(f"<li><strong>{escape(name)}</strong>: {escape(finding.message)}</li>" for name, finding in found)
@@ -173,11 +173,12 @@ def _notes(result: EvalResult) -> str:
     settings = result.settings
     versions = ", ".join(f"{name} {found}" for name, found in result.versions.items())
     peak = f", peak memory {result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else ""
+    took = f"{number(result.seconds)} s, {number(result.cpu_seconds)} s of processor time"
     lines = [
         *result.notes,
         f"Source: {settings.source}.",
         f"Numeric tokens by {settings.numeric_rule}; margin of 'no drift' {settings.margin} nats per token.",
-        f"{number(result.seconds)} s{peak}; {versions}; schema {result.schema_version}.",
+        f"{took}{peak}; {versions}; schema {result.schema_version}.",
     ]
     if result.command:
         lines.append(f"Command: {result.command}")

@@ -13,7 +13,7 @@ def to_markdown(result: EvalResult, title: str = "Evaluation") -> str:
     if result.status != "ok":
         parts.append("**The result is invalid: a model gave figures that are not finite.**")
     parts += [_draw(table) for table in all_tables(result)]
-    findings = [f"- **{export.name}**: {found.message}" for export in result.exports for found in export.findings]
+    findings = [f"- **{name}**: {found.message}" for name, found in result.all_findings]
     if findings:
         parts.append("## Findings\n\n" + "\n".join(findings))
     if result.notes:
@@ -22,7 +22,7 @@ def to_markdown(result: EvalResult, title: str = "Evaluation") -> str:
     made = [
         f"source `{result.settings.source}`",
         versions,
-        f"{result.seconds:.0f} s",
+        f"{result.seconds:.0f} s ({result.cpu_seconds:.0f} s of processor time)",
         f"schema {result.schema_version}",
     ]
     if result.command:

@@ -43,12 +43,15 @@ def _dialogues(result: EvalResult) -> list[tuple[str, DialogueResult]]:
     return [(export.name, export.dialogue) for export in result.exports if export.dialogue is not None]
 
 
-def _cached(result: EvalResult) -> list[tuple[str, DialogueResult]]:
-    found = []
+def _cached(result: EvalResult) -> list[tuple[str, DialogueResult, int, int]]:
+    """Lines of the cache chart: one colour for each model's weights (the source's as in the other charts), one dash
+    with and one without feedback."""
+    weights, found = ["source", *(export.name for export in result.exports)], []
     for variant in result.cache_variants:
         if variant.dialogue is not None:
             feedback = f", feedback {variant.feedback}" if variant.feedback else ""
-            found.append((f"{variant.weights}, {variant.kind} cache{feedback}", variant.dialogue))
+            name = f"{variant.weights}, {variant.kind} cache{feedback}"
+            found.append((name, variant.dialogue, weights.index(variant.weights) - 1, 2 if feedback else 0))
     return found
 
 
@@ -61,7 +64,7 @@ def drift_chart(result: EvalResult) -> Chart:
     """Perplexity ratio by turn, smoothed, with intervals at the named turns."""
     return (
         "Drift: perplexity against the source's, by turn",
-        _ratio_lines(_dialogues(result)),
+        _ratio_lines([(name, found, colour, colour) for colour, (name, found) in enumerate(_dialogues(result))]),
         "Thick: running mean over a tenth of the turns; thin: single turns; bars: 95% intervals at the turns of the "
         "table. A line that rises drifts; a flat one above 1 is worse from the start.",
     )
@@ -76,9 +79,10 @@ def cache_chart(result: EvalResult) -> Chart:
     )
 
 
-def _ratio_lines(dialogues: list[tuple[str, DialogueResult]]) -> str:
+def _ratio_lines(dialogues: list[tuple[str, DialogueResult, int, int]]) -> str:
+    """Lines of (name, drift, colour, dash)."""
     series = []
-    for colour, (name, found) in enumerate(dialogues):
+    for name, found, colour, dash in dialogues:
         raw = [(point.turn, point.ratio.value, point.tokens) for point in found.points if point.ratio.value is not None]
         line = smooth([(float(turn), value, float(tokens)) for turn, value, tokens in raw], _width(found.turns))
         marked = [
@@ -87,7 +91,7 @@ def _ratio_lines(dialogues: list[tuple[str, DialogueResult]]) -> str:
             if estimate.low is not None and estimate.high is not None
         ]
         series.append(Series(name=name, points=[(float(t), v) for t, v, _ in raw], colour=colour, faint=True))
-        series.append(Series(name=name, points=line, colour=colour, bars=marked))
+        series.append(Series(name=name, points=line, colour=colour, dash=dash, bars=marked))
     return lines(series, "turn", "perplexity / source", level=1.0)
 
 

@@ -13,8 +13,7 @@ def to_table(result: EvalResult) -> str:
     if result.invalid is not None:
         bad = result.invalid
         parts.insert(0, f"INVALID: {bad.model}: {bad.reason} at document {bad.document}, position {bad.position}")
-    for export in result.exports:
-        parts += [f"{export.name}: {found.message}" for found in export.findings]
+    parts += [f"{name}: {found.message}" for name, found in result.all_findings]
     parts += [f"note: {note}" for note in result.notes]
     return "\n\n".join(parts) + "\n"
 

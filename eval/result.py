@@ -287,6 +287,15 @@ class EvalResult:
     forward_tokens: int = 0
 
     @property
+    def all_findings(self) -> list[tuple[str, Finding]]:
+        """Findings on exports and on quantized caches, each with whose it is."""
+        found = [(export.name, finding) for export in self.exports for finding in export.findings]
+        for variant in self.cache_variants:
+            feedback = f", feedback {variant.feedback}" if variant.feedback else ""
+            found += [(f"{variant.weights}, {variant.kind} cache{feedback}", finding) for finding in variant.findings]
+        return found
+
+    @property
     def gates_passed(self) -> bool:
         """True when every gate held (also when there were none)."""
         return all(gate.passed for gate in self.gates)

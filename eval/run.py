@@ -88,6 +88,8 @@ def _plan(
         session.notes.append(
             f"the {session.config.kv_cache} KV cache is read back in long dialogues only: none were asked for"
         )
+    if session.config.stress and rows is None and talk is not None:
+        session.notes.append("the stress shapes are made of texts, and only dialogues were given")
     if rows is None and talk is None:
         from glm5_quant.model.tiny.corpus import evaluation_dialogues
 

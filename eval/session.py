@@ -48,6 +48,7 @@ class Session:
         self.source: Runner | None = open_runner(source, config)
         self.source_name = self.source.name
         self.max_positions, self.vocab_size = self.source.max_positions, self.source.vocab_size
+        self.layers = int(getattr(self.source.config, "num_hidden_layers", 0) or 0)
         self.marker = Marker(numeric_mask(self.tokenizer, self.vocab_size))
         self.opened: dict[int, Runner] = {}
         self.notes: list[str] = other_tokenizers(source, exports, self.names)

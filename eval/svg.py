@@ -18,12 +18,16 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 44
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Points of one line; `faint` draws it thin behind the others. `bars` are (x, low, high) error bars."""
+    """Points of one line; `faint` draws it thin behind the others. `bars` are (x, low, high) error bars.
+
+    `dash` is a number of DASHES; None takes the colour's.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: int
     faint: bool = False
+    dash: int | None = None
     bars: Sequence[tuple[float, float, float]] = field(default=())
 
 
@@ -80,12 +84,16 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, level: float | N
         y = frame.y(level)
         parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     parts += [_line(found, frame) for found in sorted(drawn, key=lambda found: not found.faint)]
-    names = [(found.name, found.colour) for found in drawn if not found.faint]
-    return _picture(parts, f"{y_label} by {x_label}") + legend(names)
+    keys = [(found.name, found.colour, _dash(found)) for found in drawn if not found.faint]
+    return _picture(parts, f"{y_label} by {x_label}") + legend(keys)
+
+
+def _dash(found: Series) -> str:
+    return DASHES[(found.colour if found.dash is None else found.dash) % len(DASHES)]
 
 
 def _line(found: Series, frame: Frame) -> str:
-    colour, dash = COLOURS[found.colour % len(COLOURS)], DASHES[found.colour % len(DASHES)]
+    colour, dash = COLOURS[found.colour % len(COLOURS)], _dash(found)
     path = "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in found.points)
     style = 'stroke-width="1" opacity="0.25"' if found.faint else f'stroke-width="2.2" stroke-dasharray="{dash}"'
     text = f'<path d="{path}" fill="none" stroke="{colour}" {style} clip-path="url(#plot)"/>'
@@ -122,7 +130,7 @@ def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float 
                     f'fill="{COLOURS[colour % len(COLOURS)]}"><title>{escape(group)}: {label(value)}</title></rect>'
                 )
         parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle", narrow=len(groups) > 4))
-    return _picture(parts, y_label) + legend([(name, colour) for name, colour, _ in series], solid=True)
+    return _picture(parts, y_label) + legend([(name, colour, "") for name, colour, _ in series])
 
 
 def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
@@ -155,11 +163,11 @@ def _picture(parts: list[str], title: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">{inside}</svg>'
 
 
-def legend(names: Sequence[tuple[str, int]], solid: bool = False) -> str:
-    """Names beside short strokes in their colour and dash (`solid`: blocks); wraps on narrow screens."""
+def legend(keys: Sequence[tuple[str, int, str]]) -> str:
+    """Names beside short strokes in their colour and dash ("": a block); wraps on narrow screens."""
     items = []
-    for name, colour in dict(names).items():
-        paint, dash = COLOURS[colour % len(COLOURS)], "" if solid else DASHES[colour % len(DASHES)]
+    for name, colour, dash in {key[0]: key for key in keys}.values():
+        paint = COLOURS[colour % len(COLOURS)]
         line = f'<line x1="0" x2="28" y1="4" y2="4" stroke-width="4" stroke="{paint}" stroke-dasharray="{dash}"/>'
         items.append(f'<span><svg class="key" viewBox="0 0 28 8">{line}</svg>{escape(name)}</span>')
     return f'<p class="legend">{"".join(items)}</p>'

@@ -12,9 +12,9 @@ import torch
 from support_models import byte_tokenizer, tiny, tiny_glm
 
 from glm5_quant.eval import evaluate, to_html, to_json, to_table
-from glm5_quant.eval.kv_cache import CacheSpec, cache_use, new_cache
 from glm5_quant.eval.model_parts import decoder_layers, experts_of, router_name
 from glm5_quant.eval.routing import routing_trace
+from glm5_quant.model.errors import UserError
 from glm5_quant.model.loading import load
 from glm5_quant.model.texts import load_tokenizer
 
@@ -92,21 +92,46 @@ def test_a_broken_attention_is_named_by_layer(source: Any, tokenizer: Any) -> No
     assert findings(source, broken(source, change), tokenizer) == [("layer", "layer 0")]
 
 
-def test_a_kv_scale_wrong_in_one_layer_is_named(source: Any, tokenizer: Any) -> None:
-    ids = torch.tensor([tokenizer.encode(" ".join(TEXTS))])
-    from glm5_quant.eval.findings import cache_findings
+@pytest.mark.parametrize("wrong", [1.0, 1e-4])
+def test_a_kv_scale_wrong_in_one_layer_is_named(source: Any, tokenizer: Any, tmp_path: Path, wrong: float) -> None:
+    scales = {"0": [0.01, 0.01], "1": [0.01 * wrong, 0.01], "2": [0.01, 0.01]}
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    talk = [{"messages": [{"role": r, "content": text} for text in TEXTS[:4] for r in ("user", "assistant")]}]
+    found = evaluate(
+        source,
+        [copy.deepcopy(source)],
+        dialogues=talk,
+        long_dialogue=4,
+        tokenizer=tokenizer,
+        kv_cache="fp8",
+        kv_scales=str(tmp_path / "scales.json"),
+        diagnose=0,
+        draws=20,
+    )
+    named = [[(one.kind, one.where) for one in variant.findings] for variant in found.cache_variants]
+    assert named == [[] if wrong == 1 else [("kv_cache", "layer 1")]] * 2
+    if wrong != 1:
+        assert "KV cache, layer 1: keys lost" in to_table(found)
 
-    def read(wrong: float) -> list[str]:
-        scales = {0: (0.01, 0.01), 1: (0.01 * wrong, 0.01), 2: (0.01, 0.01)}
-        cache = new_cache(source.config, CacheSpec(kind="fp8", static_scales=scales))
-        with torch.inference_mode():
-            for part in ids.split(64, dim=1):
-                source(input_ids=part, cache=cache, use_cache=True)
-        use = cache_use(cache)
-        return [found.message.split(" lost")[0] for found in cache_findings(use.key_error, use.value_error)]
 
-    assert read(1.0) == []
-    assert read(1e-4) == ["KV cache, layer 1: keys"]
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"0": [1, 1], "2": [1, 1]}', "layer 1"),
+        ('{"0": [1, 0], "1": [1, 1], "2": [1, 1]}', "layer 0"),
+        ('{"all": [1, 1]}', "all"),
+        ("[1, 2]", "no scales by layer"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_scales_that_do_not_fit_the_model_are_refused(
+    source: Any, tokenizer: Any, tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "s.json").write_text(content)
+    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    settings: dict[str, Any] = {"kv_cache": "fp8", "kv_scales": str(tmp_path / "s.json"), "long_dialogue": 1}
+    with pytest.raises(UserError, match=said):
+        evaluate(source, [], dialogues=talk, tokenizer=tokenizer, **settings)
 
 
 def test_a_clean_copy_shows_no_drift_and_nothing_to_act_on(source: Any, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from glm5_quant.eval import evaluate, to_html, to_table
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn, segments
 from glm5_quant.eval.dialogue_part import cache_for
 from glm5_quant.eval.drift import Reader, measure_drift
+from glm5_quant.eval.loading import names_of
 from glm5_quant.eval.prefix import find_prefix
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.score import Marker
@@ -116,6 +117,19 @@ def test_different_vocabularies_cannot_be_compared(q3: Path, tmp_path: Path) -> 
         evaluate(q3, [other, other], TEXTS)
     with pytest.raises(UserError, match="distinct name"):
         evaluate(q3, [other], TEXTS, names=["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["work/export"], ["export"]),
+        (["plain/export", "ours/export"], ["plain", "ours"]),
+        (["a/int4", "b/int8"], ["int4", "int8"]),
+        (["a/w/export", "b/w/export"], ["a/w", "b/w"]),
+    ],
+)
+def test_exports_are_named_by_the_part_of_their_paths_that_differs(paths: list[str], names: list[str]) -> None:
+    assert names_of(paths, None) == names
 
 
 def test_kv_cache_variants_are_reported_beside_the_16_bit_cache(q3: Path) -> None:
