@@ -5,7 +5,8 @@ Dimensions: T tokens, K input channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,16 +25,32 @@ ENOUGH_PER_CHANNEL = 50
 
 @dataclass
 class Part:
-    """Moments of some neighbouring input channels: of the tokens to fit on, and of the held-out ones."""
+    """Moments of some neighbouring input channels: of the tokens to fit on, and of the held-out ones.
+
+    `floor` sums w (W (x - x~))^2 over the held-out tokens, float64 [N] for each matrix of the group: the part of the
+    error against the source stream that no choice for W^ changes.
+    """
 
     columns: slice
     fit: Moments
     held: Moments
+    floor: list[Tensor] = field(default_factory=list)
 
     def total(self) -> Moments:
         """Both together. The fit part is used up: its sums are added to in place, since H of GLM-5 is 151 MB."""
         self.fit.merge(self.held)
         return self.fit
+
+    def floor_of(self, number: int, rows: Tensor | slice = slice(None)) -> float:
+        """Mean over the held-out tokens of |W (x - x~)|^2 for one matrix of the group, or for some of its rows."""
+        if self.held.gap_weight_sum <= 0:
+            return 0.0
+        return float(self.floor[number][rows].sum()) / self.held.gap_weight_sum
+
+    def forget(self) -> None:
+        """Drop what the moments can make again from their sums."""
+        self.fit.forget()
+        self.held.forget()
 
 
 @dataclass
@@ -46,6 +63,7 @@ class Evidence:
     parts: list[Part]
     held_from: int
     stride: int = 1
+    weights_NK: Sequence[Tensor] = ()
     sample: Sample | None = None
 
     @classmethod
@@ -78,9 +96,21 @@ class Evidence:
             sample=Sample.of(tokens // stride) if sampled else None,
         )
 
+    def of(self, weights_NK: Sequence[Tensor]) -> Evidence:
+        """This evidence, for matrices of these source weights [N, K]: what their `Part.floor` is taken of."""
+        self.weights_NK = weights_NK
+        for part in self.parts:
+            part.floor = [torch.zeros(len(weight), dtype=torch.float64) for weight in weights_NK]
+        return self
+
     @property
     def tokens(self) -> int:
         return self.parts[0].fit.tokens + self.parts[0].held.tokens
+
+    def lean_on(self, pool: Evidence, kappa: float) -> None:
+        """Move the moments to fit on toward the layer's by so many tokens' worth (EAMPQ step 2)."""
+        for part, other in zip(self.parts, pool.parts, strict=True):
+            part.fit.lean_on(other.fit, kappa)
 
     def add(self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None = None) -> None:
         """Add T tokens. `index`: their first index, when they follow one another, or ascending indices [T].
@@ -105,11 +135,18 @@ class Evidence:
                 if moments.gap_sum_KK is not None and source_TK is not None:
                     followed = slice(max(rows.start - first_source, 0), max(rows.stop - first_source, 0))
                     source = source_TK[followed, part.columns]
-                moments.add(
-                    x_TK[rows, part.columns],
-                    None if weight_T is None else weight_T[rows],
-                    source,
-                )
+                weight = None if weight_T is None else weight_T[rows]
+                moments.add(x_TK[rows, part.columns], weight, source)
+                if moments is part.held and source is not None:
+                    self._add_floor(part, x_TK[rows, part.columns], source, weight)
+
+    def _add_floor(self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None) -> None:
+        first, dtype = len(x_TK) - len(source_TK), part.held.product_dtype
+        apart_TK = (source_TK.float() - x_TK[first:].float()).to(dtype)
+        for number, weight_NK in enumerate(self.weights_NK):
+            moved_TN = (apart_TK @ weight_NK[:, part.columns].to(dtype).T).float().square_()
+            sums_N = moved_TN.sum(0) if weight_T is None else weight_T[first:].float() @ moved_TN
+            part.floor[number] += sums_N.double().cpu()
 
     def _thinned(
         self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None

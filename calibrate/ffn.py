@@ -76,20 +76,25 @@ def solve_network(
     keep_bytes: int,
     dtype: torch.dtype,
     watch: Watch | None = None,
+    kappa: float = 0.0,
 ) -> None:
     """Solve gate and up on one set of moments, run them, solve down on what comes out, add the output to `streams`.
 
-    A network without a single token takes `pool`'s evidence for gate and up, where the caller has one.
+    A network without a single token takes `pool`'s evidence for gate and up, where the caller has one; one with tokens
+    leans on it by `kappa` tokens' worth.
     """
     source = [network.read(item) for item in network.inputs]
     seen = tokens.index_T if tokens.seen_T is None else tokens.seen_T
     total = streams.x.shape[0] if seen is None else len(seen)
 
-    first = evidence(network.inputs[0].k, total)
+    first = evidence(network.inputs[0].k, total).of(source)
     for part in _parts(total, chunk_tokens):
         x, source_x, index = _take(streams, seen, part)
         first.add(x, source_x, index, _slice(tokens.weight_T, part))
-    solved = [w.to(dtype) for w in solve(network.inputs, source, pool if pool is not None and total == 0 else first)]
+    if pool is not None:
+        first.lean_on(pool, kappa)
+    solved = solve(network.inputs, source, pool if pool is not None and total == 0 else first)
+    del first
 
     def run(part: slice, of: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | int]:
         x, source_x, index = _take(streams, of, part)
@@ -100,14 +105,14 @@ def solve_network(
     followed = 0 if streams.source_x is None else len(streams.source_x)
     keep = tokens.seen_T is None and (total + followed) * network.down.k * dtype.itemsize <= keep_bytes
     kept = []
-    second = evidence(network.down.k, total)
+    source_down = network.read(network.down)
+    second = evidence(network.down.k, total).of([source_down])
     for part in _parts(total, chunk_tokens):
         hidden, source_hidden, index = run(part, seen)
         second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part))
         if keep:
             kept.append((hidden, source_hidden, index))
-    source_down = network.read(network.down)
-    solved_down = solve([network.down], [source_down], second)[0].to(dtype)
+    solved_down = solve([network.down], [source_down], second)[0]
 
     routed = streams.x.shape[0] if tokens.index_T is None else len(tokens.index_T)
     for number, part in enumerate(_parts(routed, chunk_tokens)):

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glm5_quant.calibrate.ablation import Ablation, sampled_layers
 from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.coverage import Routed, by_expert
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
+from glm5_quant.calibrate.router import refit_router
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
@@ -39,9 +41,9 @@ from glm5_quant.calibrate.taps import (
     install,
     swapped,
 )
-from glm5_quant.model.checkpoint import Checkpoint
-from glm5_quant.model.families import Linear, read_linear
-from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord
+from glm5_quant.model.checkpoint import DTYPES, Checkpoint
+from glm5_quant.model.families import Linear, disk_name, read_linear
+from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
 from glm5_quant.model.layers import LayerRunner
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
@@ -61,6 +63,7 @@ class Context:
     runner: LayerRunner
     settings: Settings
     linears: dict[int, list[Linear]]
+    eight: frozenset[str]
     ids_WT: Tensor
     chunks: list[tuple[int, int]]
     scale_dtype: torch.dtype
@@ -144,6 +147,9 @@ class LayerOutcome:
     compensation: CompensationRecord | None
     coverage: list[int] | None
     side: dict[str, Side]
+    notes: list[str] = field(default_factory=list)
+    ablation: dict[str, dict[str, float]] = field(default_factory=dict)
+    router: RouterRecord | None = None
 
 
 class LayerSolver:
@@ -154,6 +160,8 @@ class LayerSolver:
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
         self.result = LayerResult(folder=context.spill_folder)
+        self.notes: list[str] = []
+        self.router: RouterRecord | None = None
         self.shadows = ShadowFinder(
             config=context.settings.quant,
             names=context.shadowed,
@@ -163,10 +171,18 @@ class LayerSolver:
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
         self.solve: Callable[..., list[Tensor]] = partial(
-            solve_group, config=context.settings.quant, scale_dtype=context.scale_dtype, result=self.result
+            solve_group,
+            config=context.settings.quant,
+            scale_dtype=context.scale_dtype,
+            result=self.result,
+            dtype=context.dtype,
+            eight=context.eight,
         )
         if context.shadowed:
             self.solve = partial(self.solve, shadows=self.shadows)
+        self.ablation = Ablation(config=context.settings.quant, scale_dtype=context.scale_dtype, names=context.shadowed)
+        if index in sampled_layers(context.runner.layer_count):
+            self.solve = partial(self.solve, ablation=self.ablation)
 
     @torch.no_grad()
     def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
@@ -178,7 +194,14 @@ class LayerSolver:
         compensation = self._compensate(outputs)
         shadows = self.shadows.finish(outputs["quantized"])
         return LayerOutcome(
-            result=self.result, shadows=shadows, compensation=compensation, coverage=coverage, side=side
+            result=self.result,
+            shadows=shadows,
+            compensation=compensation,
+            coverage=coverage,
+            side=side,
+            notes=self.notes,
+            ablation=self.ablation.errors,
+            router=self.router,
         )
 
     # -- attention ---------------------------------------------------------------------------------------------------
@@ -197,14 +220,20 @@ class LayerSolver:
             self._forward("quantized", self.context.chunks[0])
         groups, kept = recorder.groups, recorder.inputs if single and "source" in self.inputs else []
         recorder.reset()
-        return passed | {"quantized": self._solve_attention(taps, recorder, groups, kept)}
+        passed["quantized"] = self._solve_attention(taps, recorder, groups, kept)
+        # Taps and their handler hold each other, and weights and moments: all would stay until the next collection.
+        _set_handler(taps, recorder)
+        return passed
 
     def _solve_attention(
         self, taps: dict[str, Tap], recorder: Recorder, groups: list[list[str]], kept: list[Tensor]
     ) -> Passed:
         context, single = self.context, len(self.context.chunks) == 1
         tokens = context.ids_WT.numel()
-        evidence = [context.evidence(taps[group[0]].in_features, tokens) for group in groups]
+        evidence = {
+            g: context.evidence(taps[group[0]].in_features, tokens).of([taps[n].weight for n in group])
+            for g, group in enumerate(groups)
+        }
         current: dict[str, Any] = {"inputs": kept, "first": 0}
 
         def collect(group: int, x: Tensor) -> None:
@@ -216,7 +245,7 @@ class LayerSolver:
 
         def solve(group: int) -> dict[str, Tensor]:
             names = groups[group]
-            solved = self.solve([self.linears[n] for n in names], [taps[n].weight for n in names], evidence[group])
+            solved = self.solve([self.linears[n] for n in names], [taps[n].weight for n in names], evidence.pop(group))
             return dict(zip(names, solved, strict=True))
 
         solver = Solver({n: g for g, group in enumerate(groups) for n in group}, collect, solve, context.dtype)
@@ -308,9 +337,12 @@ class LayerSolver:
         if not experts:
             return None, replays
         chosen_TK, scale_TK = self._route(flat.get("source", flat["quantized"]))
+        if self.context.settings.quant.refit_router:
+            self._refit_router(flat, chosen_TK)
         routed = by_expert(chosen_TK, scale_TK, len(experts))
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
-        pool = self._pool(flat) if min(routed.counts) == 0 else None
+        lean = self.context.settings.quant.pool_kappa > 0
+        pool = self._pool(flat) if lean or min(routed.counts) == 0 else None
         for name, out in self._solve(jobs, flat, pool).items():
             replays[name][f"{self.family.block}.{self.family.experts}"] = out
         return routed.counts, replays
@@ -339,6 +371,7 @@ class LayerSolver:
                 keep_bytes=self.context.keep_bytes,
                 dtype=self.context.dtype,
                 watch=self.shadows.watch,
+                kappa=self.context.settings.quant.pool_kappa,
             )
             self.result.spill()
             self.shadows.offers.spill()
@@ -387,11 +420,43 @@ class LayerSolver:
         if self.family.shared is not None:
             changes[self.family.shared] = Keep()
         seqlen = self.context.ids_WT.shape[1]
+        step = seqlen * (self.context.chunks[0][1] - self.context.chunks[0][0])
         with swapped(block, changes):
-            for first, last in self.context.chunks:
-                block(mlp_in_TD[first * seqlen : last * seqlen].view(last - first, seqlen, -1))
+            for part in torch.split(mlp_in_TD, step):
+                block(part.view(-1, seqlen if len(part) % seqlen == 0 else len(part), part.shape[-1]))
         chosen = torch.cat([call[1] for call in keep.calls])
         return chosen, torch.cat([call[2] for call in keep.calls]).float()
+
+    def _refit_router(self, flat: dict[str, Tensor], chosen_TA: Tensor) -> None:
+        """Fit the router to the quantized stream; the new weight goes to the journal, where it is better."""
+        context, router = self.context, self.module.get_submodule(f"{self.family.block}.{self.family.router}")
+        weight = dict(router.named_parameters(recurse=False)).get("weight")
+        runtime = f"model.layers.{self.index}.{self.family.block}.{self.family.router}.weight"
+        name = disk_name(context.checkpoint, self.family, runtime)
+        if weight is None or weight.ndim != 2 or name is None:
+            self.notes.append("router kept: it is no single matrix")
+            return
+        if "source" not in flat or not context.held_windows:
+            self.notes.append("router kept: no second stream, or no token held out, to fit and judge it by")
+            return
+        x_TD, first = flat["quantized"], context.held_from
+        evidence = Evidence.empty(
+            x_TD.shape[1], tokens=len(x_TD), held_from=first, gap=True, device=context.settings.device
+        )
+        for start in range(0, first, context.chunk_tokens):
+            part = slice(start, min(start + context.chunk_tokens, first))
+            evidence.add(x_TD[part], flat["source"][part], start)
+        stored = DTYPES.get(context.checkpoint.info(name).dtype, torch.float32)
+        self.router, new = refit_router(
+            router,
+            evidence,
+            lambda x: self._route(x)[0],
+            (x_TD[first:], chosen_TA[first:]),
+            stored,
+            context.settings.quant.target_delta,
+        )
+        if new is not None:
+            self.result.tensors[name] = new
 
     # -- to the next boundary ----------------------------------------------------------------------------------------
 
@@ -420,6 +485,8 @@ class LayerSolver:
             return None
         found = fit_compensation(self.inputs, outputs, self.context.held_windows)
         if found is None:
+            why = "it would not lower the error of held-out tokens by 1%"
+            self.notes.append(f"no compensation: {why if self.context.held_windows else 'no token is held out'}")
             return None
         found.apply(outputs["quantized"])
         self.result.tensors |= found.tensors(f"{SIDECAR_PREFIX}model.layers.{self.index}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
 from glm5_quant.calibrate.memory import cut, physical_memory, run_dtype
+from glm5_quant.calibrate.precision import part_of
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.checkpoint import Checkpoint
@@ -26,13 +27,15 @@ SOURCE_TOKENS_PER_CHANNEL = 8
 class Plan:
     """A calibration's cost and pieces. Sizes in bytes.
 
-    `chunk_windows` windows go through a layer's attention together; feed-forward networks take `chunk_tokens` tokens
-    at a time and keep up to `keep_bytes` of hidden activations instead of computing them twice.
+    `eight`: matrices stored in 8 bits. `chunk_windows` windows go through a layer's attention together; feed-forward
+    networks take `chunk_tokens` tokens at a time and keep up to `keep_bytes` of hidden activations instead of computing
+    them twice.
     """
 
     family: Family
     layers: int
     by_layer: dict[int, list[Linear]]
+    eight: frozenset[str]
     source_bytes: int
     quantized_weights: int
     export_bytes: int
@@ -103,8 +106,9 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     checkpoint = as_rotated(checkpoint, settings.quant.rotation)
     family = family_of(checkpoint.config, file=checkpoint.config_file)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
-    items = linears(checkpoint, family)
-    if not items:
+    items = [item for item in linears(checkpoint, family) if part_of(item, family) not in settings.keep]
+    eight = {item.name for item in items if part_of(item, family) in settings.int8}
+    if len(eight) == len(items):
         raise UserError("nothing to quantize", file=checkpoint.folder)
     by_layer: dict[int, list[Linear]] = {}
     for item in items:
@@ -117,16 +121,21 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     each = tokens * top_k / experts if experts else None
     weights = sum(item.n * item.k for item in items)
     blocks = sum(item.n * -(-item.k // settings.quant.group_size) for item in items)
-    packed = weights // 2 + blocks * (checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1))
+    offering = shadowed(items, family, eight)
+    eight_weights = sum(item.n * item.k for item in items if item.name in eight)
+    packed = (weights + eight_weights) // 2 + blocks * (
+        checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1)
+    )
     kept = sum(i.nbytes for i in checkpoint.tensors.values()) - _source_bytes(checkpoint, items)
     return Plan(
         family=family,
         layers=int(config.num_hidden_layers),
         by_layer=by_layer,
+        eight=frozenset(eight),
         source_bytes=sum(i.nbytes for i in checkpoint.tensors.values()),
         quantized_weights=weights,
         export_bytes=packed + kept,
-        journal_bytes=packed + candidate_bytes(shadowed(items, family), settings.quant.shadow_budget),
+        journal_bytes=packed + candidate_bytes(offering, settings.quant.shadow_budget),
         stream_bytes=pieces.stream_bytes + pieces.scratch_bytes,
         peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,

@@ -4,6 +4,7 @@
     routing_exponent = 2          # any field of quant/config.py
     alphas = [0.0, 0.5]
     coverage_target = 256         # and of calibrate/settings.py those that have no option of their own
+    int8 = ["attention"]          # among them which parts are stored in 8 bits or kept
 
 Values are checked against the type of their field, so that `true` is no number and `"2"` no exponent. Options of the
 command line win over the file.
@@ -24,7 +25,7 @@ from glm5_quant.calibrate.settings import Settings, quant_config
 from glm5_quant.model.errors import UserError
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
-SETTINGS_FIELDS = ("coverage_target", "held_out", "choose_samples", "candidates")
+SETTINGS_FIELDS = ("coverage_target", "held_out", "choose_samples", "candidates", "keep", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,15 +21,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from glm5_quant import __version__
+from glm5_quant.calibrate.choose import chosen_windows
 from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
+from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.memory import run_dtype
 from glm5_quant.calibrate.plan import Plan, make_plan
+from glm5_quant.calibrate.precision import HEAD, write_head
 from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
 from glm5_quant.calibrate.shadows import shadowed
 from glm5_quant.calibrate.stream import NAMES, Stream
+from glm5_quant.model import atomic
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.journal import (
@@ -107,7 +111,7 @@ def calibrate(
     reused = len(journal.finished())
     if not journal.complete:
         _Run(checkpoint, journal, settings, plan, packed.ids, progress, should_stop).run(reused)
-    return build_report(
+    report = build_report(
         journal,
         reused=reused,
         target=settings.coverage_target,
@@ -115,6 +119,8 @@ def calibrate(
         peak_memory_bytes=peak_memory_bytes(),
         warnings=[*plan.warnings, *packed.warnings],
     )
+    atomic.write_bytes(journal.folder / "report.md", render(report).encode())
+    return report
 
 
 class _Run:
@@ -133,12 +139,15 @@ class _Run:
         self.checkpoint, self.journal, self.progress, self.should_stop = checkpoint, journal, progress, should_stop
         dtype = run_dtype(checkpoint.dtype, settings.device)
         runner = LayerRunner(checkpoint, plan.family, dtype)
-        self.offering = shadowed((item for items in plan.by_layer.values() for item in items), plan.family)
+        ids_WT = chosen_windows(runner, plan, journal, settings, ids_WT, activation(runner.config))
+        items = [item for layer in plan.by_layer.values() for item in layer]
+        self.offering = shadowed(items, plan.family, plan.eight)
         self.context = Context(
             checkpoint=checkpoint,
             runner=runner,
             settings=settings,
             linears=plan.by_layer,
+            eight=plan.eight,
             ids_WT=ids_WT,
             chunks=plan.chunks(len(ids_WT)),
             scale_dtype=checkpoint.dtype,
@@ -174,6 +183,9 @@ class _Run:
                 raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
             inputs = self._layer(layer, inputs)
         shutil.rmtree(self.journal.folder / "stream", ignore_errors=True)
+        if HEAD in self.context.settings.int8:
+            context = self.context
+            write_head(self.journal, self.checkpoint, context.runner.family, context.settings.quant.group_size)
         finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant)
 
     def _start(self) -> dict[str, Tensor]:
@@ -216,6 +228,9 @@ class _Run:
             stream_error=stream_error,
             compensation=outcome.compensation,
             seconds=round(seconds, 3),
+            notes=outcome.notes,
+            ablation=outcome.ablation,
+            router=outcome.router,
         )
         write_record(self.journal.record_file(layer), record)
         line = {"layer": layer, "seconds": record.seconds, "memory_bytes": peak_memory_bytes(), "time": time.time()}
@@ -270,10 +285,13 @@ def token_weight(checkpoint: Checkpoint, ids_WT: Tensor, numeric_weight: float) 
 def _read_data(checkpoint: Checkpoint, dataset: str | Path, settings: Settings) -> Packed:
     tokenizer = load_tokenizer(checkpoint.folder)
     texts = read_texts(dataset)
-    return pack_windows(texts, tokenizer, num_samples=settings.num_samples, seqlen=settings.seqlen, seed=settings.seed)
+    return pack_windows(
+        texts, tokenizer, num_samples=settings.windows_to_read, seqlen=settings.seqlen, seed=settings.seed
+    )
 
 
 def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, settings: Settings, plan: Plan) -> Manifest:
+    windows = min(len(packed.ids), settings.num_samples)
     return Manifest(
         tool_version=__version__,
         source=SourceRecord(
@@ -286,9 +304,9 @@ def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, setti
         data=DataRecord(
             name=str(dataset),
             sha256=packed.sha256,
-            windows=packed.ids.shape[0],
+            windows=windows,
             seqlen=packed.ids.shape[1],
-            tokens=packed.ids.numel(),
+            tokens=windows * packed.ids.shape[1],
         ),
         settings=settings.deciding(),
         layers=plan.layers,
@@ -325,7 +343,7 @@ def _open_or_start(folder: Path, manifest: Manifest, resume: Resume, overwrite: 
 def _remove_journal(folder: Path) -> None:
     """Remove what a journal consists of, the manifest first, and nothing else."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    for name in ("finish.json", "shadows.safetensors", "log.jsonl"):
+    for name in ("finish.json", "shadows.safetensors", "log.jsonl", "report.md", "samples.json"):
         (folder / name).unlink(missing_ok=True)
     for name in ("layers", "stream"):
         if (folder / name).is_dir() and not (folder / name).is_symlink():
@@ -345,11 +363,11 @@ def _stream_error(outputs: dict[str, Tensor]) -> float | None:
 
 
 def _done(record: LayerRecord, layers: int) -> LayerDone:
-    name, module = max(record.modules.items(), key=lambda item: item[1].error, default=("", None))
+    name, module = max(record.modules.items(), key=lambda item: item[1].shown_error, default=("", None))
     return LayerDone(
         layer=record.layer,
         layers=layers,
         seconds=record.seconds,
-        worst=0.0 if module is None else module.error,
+        worst=0.0 if module is None else module.shown_error,
         worst_name=name,
     )

@@ -11,6 +11,7 @@ from glm5_quant.model.errors import UserError
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
 Resume = Literal["auto", "required", "never"]
+PARTS = ("attention", "shared_experts", "dense_mlp")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
@@ -21,6 +22,8 @@ class Settings:
     `held_out` is the share of windows kept out of the solve to choose what only unseen tokens can judge (the strength
     of the target's correction); they join the statistics once that is chosen. With `choose_samples`, the windows are
     chosen by who is routed where out of `candidates` times as many, which costs a pass of the source model over those.
+    `keep` names parts that stay in source precision, `int8` parts that are stored in 8 bits: attention, shared_experts,
+    dense_mlp; and lm_head, which is kept where it is not named.
     """
 
     quant: QuantConfig = field(default_factory=lambda: PRESETS["default"])
@@ -32,6 +35,8 @@ class Settings:
     coverage_target: int = 128
     choose_samples: bool = False
     candidates: int = 4
+    keep: tuple[str, ...] = ()
+    int8: tuple[str, ...] = ()
     device: str = "cpu"
     max_memory_bytes: int | None = None
 
@@ -40,6 +45,13 @@ class Settings:
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
+        for name, known in (("keep", PARTS), ("int8", (*PARTS, "lm_head"))):
+            unknown = [part for part in getattr(self, name) if part not in known]
+            if unknown:
+                raise UserError("unknown part", item=name, found=unknown[0], expected=", ".join(known))
+        twice = sorted(set(self.keep) & set(self.int8))
+        if twice:
+            raise UserError("a part is to be kept and stored in 8 bits", item="keep", found=twice[0])
         if not 0 <= self.held_out <= 0.5:
             raise UserError("setting out of range", item="held_out", found=self.held_out, expected="0 to 0.5")
 
@@ -55,8 +67,11 @@ class Settings:
     def deciding(self) -> dict[str, Any]:
         """The part that decides the output's bytes, as plain JSON values: the manifest's `settings`."""
         out = {k: v for k, v in asdict(self).items() if k not in {"quant", "device", "max_memory_bytes"}}
-        quant = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.quant).items()}
-        return out | {"quant": quant}
+        return _plain(out) | {"quant": _plain(asdict(self.quant))}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def quant_config(preset: str, **changes: Any) -> QuantConfig:

@@ -6,13 +6,14 @@ other: one factorisation of H serves q, k and v, or gate and up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.ablation import Ablation
 from glm5_quant.calibrate.evidence import Evidence, Part
 from glm5_quant.calibrate.seen import Seen
 from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
@@ -21,13 +22,16 @@ from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, ModuleRecord
 from glm5_quant.quant import shrinkage
 from glm5_quant.quant.config import QuantConfig
+from glm5_quant.quant.eight import round_eight
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
-from glm5_quant.quant.packing import pack_codes, pack_zeros
-from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.packing import pack_bytes, pack_codes, pack_zeros
+from glm5_quant.quant.rounding import Solved, solve
 from glm5_quant.quant.shrinkage import choose_trust
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
+
+ROWS = 1024
 
 
 @dataclass(kw_only=True)
@@ -53,12 +57,19 @@ def solve_group(
     scale_dtype: torch.dtype,
     result: LayerResult,
     shadows: ShadowFinder | None = None,
+    dtype: torch.dtype = torch.float32,
+    ablation: Ablation | None = None,
+    eight: Collection[str] = (),
 ) -> list[Tensor]:
-    """Solve linears that share `evidence`; returns their dequantized weights, float32 [N, K] each.
+    """Solve linears that share `evidence`; returns their dequantized weights, [N, K] in `dtype` each.
 
     With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
-    `shadows` is offered what was solved.
+    `shadows` is offered what was solved; `ablation` measures what each part of it was worth.
+    Those that `eight` names are rounded to nearest in 8 bits, and take their inputs as they are.
     """
+    in_eight = linears[0].name in eight
+    if in_eight:
+        config, ablation = replace(config, rotation="none", activations="none"), None
     seen = _seen(evidence, weights_NK[0].shape[1], config)
     solved = [
         _solve_part(
@@ -68,6 +79,8 @@ def solve_group(
             seen.columns(part.columns),
             scale_dtype,
             None if shadows is None else partial(shadows.add, linears, part.columns.start),
+            None if ablation is None or part is not evidence.parts[0] else partial(ablation.add, linears),
+            in_eight=in_eight,
         )
         for part in evidence.parts
     ]
@@ -81,13 +94,15 @@ def solve_group(
             zero=torch.cat([part.grid.zero[rows] for part in solved], dim=1),
             group_size=config.group_size,
         )
-        result.tensors |= packed_tensors(linear.name, codes, grid, scale_dtype, symmetric=config.symmetric)
-        restored = _effective(codes, grid, seen)
+        result.tensors |= packed_tensors(
+            linear.name, codes, grid, scale_dtype, symmetric=config.symmetric, in_eight=in_eight
+        )
         if seen.scale_K is not None:
             result.tensors[f"{SIDECAR_PREFIX}{linear.name}.activation_scale"] = seen.scale_K.clone()
         judged = [part.judged[number] for part in solved]
-        result.modules[linear.name] = _record(linear, weight, judged, evidence, config.group_size)
-        out.append(restored)
+        record = _record(linear, weight, judged, evidence, config.group_size)
+        result.modules[linear.name] = record.model_copy(update={"bits": 8}) if in_eight else record
+        out.append(_runtime_weight(codes, grid, seen, dtype))
     return out
 
 
@@ -108,6 +123,8 @@ class Judged:
     wrong_rtn: float
     held_size: float
     held_wrong: float
+    held_rtn: float
+    held_floor: float
     alpha: float
 
 
@@ -127,19 +144,28 @@ def _solve_part(
     seen: Seen,
     scale_dtype: torch.dtype,
     offer: Callable[[Solution, list[Facts]], None] | None,
+    take_apart: Callable[[list[Tensor], list[Tensor], Part, float | None], None] | None = None,
+    *,
+    in_eight: bool = False,
 ) -> SolvedPart:
     targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
     trust = _trust(part, config, seen)
+    if take_apart is not None:
+        take_apart(weights_NK, [target.weight_NK for target in targets], part, trust)
     held, total = part.held, part.total()
     stacked, hessian = seen.weight(torch.cat([target.weight_NK for target in targets])), seen.moments(total.hessian_KK)
-    solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
+    if in_eight:
+        solved = Solved(*round_eight(stacked, group_size=config.group_size, scale_dtype=scale_dtype), error=None)
+    else:
+        solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
+    judge = _Judge(total, held, config, scale_dtype)
     judged, row = [], 0
-    for weight, target in zip(weights_NK, targets, strict=True):
+    for number, (weight, target) in enumerate(zip(weights_NK, targets, strict=True)):
         rows = slice(row, row + weight.shape[0])
         row = rows.stop
         grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
-        error = _effective(solved.codes[rows], grid, seen) - weight
-        judged.append(_judge(weight, error, total, held, target.alpha, config, scale_dtype))
+        error = _effective(solved.codes[rows], grid, seen).sub_(weight)
+        judged.append(judge(weight, error, target.alpha, part.floor_of(number)))
     if offer is not None:
         restored = dequantize(solved.codes, solved.grid)
         facts = [Facts(size=j.size, wrong=j.wrong, held_size=j.held_size) for j in judged]
@@ -156,6 +182,8 @@ def _solve_part(
             ),
             facts,
         )
+    # An o_proj of GLM-5 has four parts, of 64 MB for each of these.
+    part.forget()
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
 
 
@@ -172,16 +200,26 @@ def _effective(codes_NK: Tensor, grid: Grid, seen: Seen) -> Tensor:
     return seen.plain(dequantize(codes_NK, grid))
 
 
+def _runtime_weight(codes_NK: Tensor, grid: Grid, seen: Seen, dtype: torch.dtype) -> Tensor:
+    """`_effective` in another dtype, some rows at a time: in float32 an o_proj of GLM-5 takes 400 MB."""
+    out_NK = torch.empty(codes_NK.shape, dtype=dtype, device=codes_NK.device)
+    for start in range(0, len(codes_NK), ROWS):
+        rows = slice(start, start + ROWS)
+        part = Grid(scale=grid.scale[rows], zero=grid.zero[rows], group_size=grid.group_size)
+        out_NK[rows] = _effective(codes_NK[rows], part, seen)
+    return out_NK
+
+
 def packed_tensors(
-    name: str, codes_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, *, symmetric: bool
+    name: str, codes_NK: Tensor, grid: Grid, scale_dtype: torch.dtype, *, symmetric: bool, in_eight: bool = False
 ) -> dict[str, Tensor]:
     """The tensors of one linear as the export stores them (compressed-tensors `pack-quantized`)."""
     tensors = {
-        f"{name}.weight_packed": pack_codes(codes_NK),
+        f"{name}.weight_packed": pack_bytes(codes_NK) if in_eight else pack_codes(codes_NK),
         f"{name}.weight_scale": grid.scale.to(scale_dtype).contiguous(),
         f"{name}.weight_shape": torch.tensor(codes_NK.shape, dtype=torch.int64),
     }
-    if not symmetric:
+    if not symmetric and not in_eight:
         tensors[f"{name}.weight_zero_point"] = pack_zeros(grid.zero)
     return tensors
 
@@ -196,33 +234,45 @@ def _target(weight_NK: Tensor, fit: Moments, held: Moments, config: QuantConfig)
     return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha)
 
 
-def _judge(
-    weight_NK: Tensor,
-    error_NK: Tensor,
-    total: Moments,
-    held: Moments,
-    alpha: float,
-    config: QuantConfig,
-    scale_dtype: torch.dtype,
-) -> Judged:
-    """Errors of the solved matrix and of plain round-to-nearest, and the held-out error against the source stream."""
-    plain = minmax_grid(weight_NK, group_size=config.group_size, symmetric=config.symmetric, scale_dtype=scale_dtype)
-    rounded = dequantize(quantize(weight_NK, plain), plain) - weight_NK
-    hessian = total.hessian_KK if total.tokens else torch.eye(weight_NK.shape[1], device=weight_NK.device)
-    held_wrong = held_size = 0.0
-    if held.tokens:
-        held_size = _size(weight_NK, held.hessian_KK)
-        held_wrong = _size(error_NK, held.hessian_KK)
-        if held.gap_KK is not None:
-            held_wrong -= 2 * float((error_NK * (weight_NK @ held.gap_KK)).sum(dtype=torch.float64))
-    return Judged(
-        size=_size(weight_NK, hessian),
-        wrong=_size(error_NK, hessian),
-        wrong_rtn=_size(rounded, hessian),
-        held_size=held_size,
-        held_wrong=held_wrong,
-        alpha=alpha,
-    )
+class _Judge:
+    """Errors of solved matrices and of plain round-to-nearest, and the held-out error against the source stream.
+
+    Moments are compared in the dtype their products are taken in (`Moments.product_dtype`): at GLM-5's size this takes
+    as long as solving otherwise.
+    """
+
+    def __init__(self, total: Moments, held: Moments, config: QuantConfig, scale_dtype: torch.dtype) -> None:
+        k, device = len(total.sum_KK), total.sum_KK.device
+        self.config, self.scale_dtype = config, scale_dtype
+        self.total_KK = (total.hessian_KK if total.tokens else torch.eye(k, device=device)).to(total.product_dtype)
+        self.held_KK = held.hessian_KK.to(held.product_dtype) if held.tokens else None
+        gap_KK = held.gap_KK if held.tokens else None
+        self.gap_KK = None if gap_KK is None else gap_KK.to(held.product_dtype)
+
+    def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float) -> Judged:
+        """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~)|^2."""
+        group_size, symmetric = self.config.group_size, self.config.symmetric
+        plain = minmax_grid(weight_NK, group_size=group_size, symmetric=symmetric, scale_dtype=self.scale_dtype)
+        rounded_NK = dequantize(quantize(weight_NK, plain), plain).sub_(weight_NK)
+        held_size, held_wrong, held_rtn = 0.0, floor, floor
+        if self.held_KK is not None:
+            held_size = _size(weight_NK, self.held_KK)
+            held_wrong += _size(error_NK, self.held_KK)
+            held_rtn += _size(rounded_NK, self.held_KK)
+        if self.gap_KK is not None:
+            moved_NK = (weight_NK.to(self.gap_KK.dtype) @ self.gap_KK).float()
+            held_wrong -= 2 * float((error_NK * moved_NK).sum(dtype=torch.float64))
+            held_rtn -= 2 * float((rounded_NK * moved_NK).sum(dtype=torch.float64))
+        return Judged(
+            size=_size(weight_NK, self.total_KK),
+            wrong=_size(error_NK, self.total_KK),
+            wrong_rtn=_size(rounded_NK, self.total_KK),
+            held_size=held_size,
+            held_wrong=max(held_wrong, 0.0),
+            held_rtn=max(held_rtn, 0.0),
+            held_floor=floor,
+            alpha=alpha,
+        )
 
 
 def _size(matrix_NK: Tensor, hessian_KK: Tensor) -> float:
@@ -233,7 +283,7 @@ def _size(matrix_NK: Tensor, hessian_KK: Tensor) -> float:
 def _record(
     linear: Linear, weight_NK: Tensor, judged: list[Judged], evidence: Evidence, group_size: int
 ) -> ModuleRecord:
-    """The parts' errors added up. Held-out error is |W^ x~ - W x|^2 up to what the streams' own distance adds."""
+    """The parts' errors added up."""
     size, held_size = sum(j.size for j in judged), sum(j.held_size for j in judged)
     first = evidence.parts[0].fit
     return ModuleRecord(
@@ -245,6 +295,8 @@ def _record(
         error=sum(j.wrong for j in judged) / size if size else 0.0,
         error_rtn=sum(j.wrong_rtn for j in judged) / size if size else 0.0,
         held_out_error=sum(j.held_wrong for j in judged) / held_size if held_size else None,
+        held_out_rtn=sum(j.held_rtn for j in judged) / held_size if held_size else None,
+        held_out_floor=sum(j.held_floor for j in judged) / held_size if held_size else 0.0,
         alpha=max(j.alpha for j in judged),
         zero_blocks=zero_blocks(weight_NK, group_size),
         fallback=None if first.tokens else "no calibration token: rounded to nearest on its own grid",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from glm5_quant.model.shards import DTYPE_NAMES, Spec
 
 PACKED, SCALE, ZERO, SHAPE = (f".weight_{part}" for part in ("packed", "scale", "zero_point", "shape"))
 PART_ENDINGS = (PACKED, SCALE, ZERO, SHAPE)
-CODES_PER_WORD = 8
+CODES_PER_WORD, BYTES_PER_WORD = 8, 4
 ROW_PARALLEL_ROLES = ("o_proj", "down")
 TP_LIMIT = 16
 _CALIBRATE_HINT = "Run `glm5-quant calibrate` on this model again"
@@ -35,6 +35,7 @@ class ExportPlan:
     origin: dict[str, Origin]
     sidecar: tuple[Spec, ...]
     packed: dict[str, tuple[int, int]]
+    eight: list[str]
     symmetric: bool
     ignore: list[str]
     untie: bool
@@ -58,7 +59,8 @@ def make_plan(source: Checkpoint, linears: Sequence[Linear], journal: Mapping[st
             mixed, a fused stack of which only some experts are packed, or nothing quantized at all.
     """
     packed = _packed_shapes(source, linears, journal)
-    symmetric = _is_symmetric(packed, journal)
+    eight = sorted(name for name, (_, k) in packed.items() if in_eight_bits(journal[name + PACKED], k))
+    symmetric = _is_symmetric(packed.keys() - set(eight), journal)
     covered = _covered_sources(source, linears, packed)
     names: dict[str, list[Spec]] = {
         module: [_spec(journal[module + part]) for part in PART_ENDINGS if module + part in journal]
@@ -73,17 +75,24 @@ def make_plan(source: Checkpoint, linears: Sequence[Linear], journal: Mapping[st
         origin[name] = "journal" if name in replaced else "source"
     groups = tuple(tuple(names[name]) for name in sorted(names, key=natural_key))
     unpacked = [(s.name, len(s.shape)) for group in groups for s in group if not s.name.endswith(PART_ENDINGS)]
-    head = _head_name(source)
+    head = head_name(source)
     written_head = any(name.startswith(head + ".weight") for name in origin)
     return ExportPlan(
         groups=groups,
         origin=origin,
         sidecar=tuple(_sidecar_spec(info) for name, info in sorted(journal.items()) if name.startswith(SIDECAR_PREFIX)),
         packed=packed,
+        eight=eight,
         symmetric=symmetric,
         ignore=ignored_modules(unpacked, tied_head=None if written_head else head),
         untie=written_head and head + ".weight" not in source.tensors,
     )
+
+
+def in_eight_bits(packed: TensorInfo, k: int) -> bool:
+    """Whether packed codes of k inputs are 8 bits wide, by the width of their rows."""
+    words = packed.shape[-1] if packed.shape else 0
+    return words == -(-k // BYTES_PER_WORD) != -(-k // CODES_PER_WORD)
 
 
 def ignored_modules(unpacked: Iterable[tuple[str, int]], *, tied_head: str | None = None) -> list[str]:
@@ -128,6 +137,8 @@ def _packed_shapes(
             continue
         module = name.removesuffix(PACKED)
         plain = source.tensors.get(module + ".weight")
+        if plain is None and module == head_name(source):
+            plain = next((info for n, info in source.tensors.items() if n.endswith("embed_tokens.weight")), None)
         shape = shapes.get(module) or (plain.shape if plain is not None else None)
         if shape is None or len(shape) != 2:
             raise UserError(
@@ -144,7 +155,9 @@ def _check_parts(module: str, shape: tuple[int, int], journal: Mapping[str, Tens
     n, k = shape
     scale = journal.get(module + SCALE)
     blocks = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 0
-    expected = {PACKED: ("I32", (n, -(-k // CODES_PER_WORD))), SHAPE: ("I64", (2,))}
+    eight = in_eight_bits(journal[module + PACKED], k)
+    per_word = BYTES_PER_WORD if eight else CODES_PER_WORD
+    expected = {PACKED: ("I32", (n, -(-k // per_word))), SHAPE: ("I64", (2,))}
     if module + ZERO in journal:
         expected[ZERO] = ("I32", (-(-n // CODES_PER_WORD), blocks))
     for part, wanted in expected.items():
@@ -159,7 +172,7 @@ def _check_parts(module: str, shape: tuple[int, int], journal: Mapping[str, Tens
         )
 
 
-def _is_symmetric(packed: Mapping[str, tuple[int, int]], journal: Mapping[str, TensorInfo]) -> bool:
+def _is_symmetric(packed: Collection[str], journal: Mapping[str, TensorInfo]) -> bool:
     with_zero = [module for module in packed if module + ZERO in journal]
     if with_zero and len(with_zero) != len(packed):
         other = next(module for module in packed if module + ZERO not in journal)
@@ -203,6 +216,6 @@ def _sidecar_spec(info: TensorInfo) -> Spec:
     return Spec(info.name.removeprefix(SIDECAR_PREFIX), info.dtype, info.shape)
 
 
-def _head_name(source: Checkpoint) -> str:
+def head_name(source: Checkpoint) -> str:
     """`lm_head`, under the prefix the source's names carry (multimodal wrappers)."""
     return next((n.removesuffix(".weight") for n in source.tensors if n.endswith("lm_head.weight")), "lm_head")

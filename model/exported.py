@@ -14,11 +14,12 @@ from torch import Tensor
 
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.export_plan import CODES_PER_WORD, PACKED, PART_ENDINGS, SCALE, SHAPE, ZERO
+from glm5_quant.model.export_plan import BYTES_PER_WORD, CODES_PER_WORD, PACKED, PART_ENDINGS, SCALE, SHAPE, ZERO
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.scheme import Scheme, read_scheme, without_quantization
+from glm5_quant.quant.eight import ZERO as EIGHT_ZERO
 from glm5_quant.quant.grid import Grid, dequantize
-from glm5_quant.quant.packing import unpack_codes, unpack_zeros
+from glm5_quant.quant.packing import unpack_bytes, unpack_codes, unpack_zeros
 from glm5_quant.quant.rotation import rotate
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
@@ -36,8 +37,11 @@ class Exported:
     def read(self, module: str) -> tuple[Tensor, Grid]:
         """Codes uint8 [N, K] and grid (scale in its stored dtype [N, B], zero uint8 [N, B]) of one matrix."""
         n, k = self.shapes[module]
-        codes = unpack_codes(self.checkpoint.read(module + PACKED), k)
-        scale = self.checkpoint.read(module + SCALE)
+        packed, scale = self.checkpoint.read(module + PACKED), self.checkpoint.read(module + SCALE)
+        if module in self.eight:
+            zero = torch.full(scale.shape, EIGHT_ZERO, dtype=torch.uint8)
+            return unpack_bytes(packed, k), Grid(scale=scale, zero=zero, group_size=self.scheme.group_size)
+        codes = unpack_codes(packed, k)
         if self.scheme.symmetric:
             zero = torch.full(scale.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
         else:
@@ -48,11 +52,23 @@ class Exported:
         """The matrix that plain inputs meet, float32 [N, K], comparable with the source's: folded activation scales
         (the sidecar's, needed in mode int4-channel only) and rotation are taken back."""
         weight_NK = dequantize(*self.read(module))
+        if module in self.eight:
+            return weight_NK
         if self.scheme.inputs.activations == "int4-channel":
             if activation_scale_K is None:
                 raise ValueError(f"{module}: activation scales are folded into its codes, and were not given")
             weight_NK = weight_NK / activation_scale_K
         return rotate(weight_NK) if self.scheme.inputs.rotation == "full" else weight_NK
+
+    @cached_property
+    def eight(self) -> frozenset[str]:
+        """Modules stored in 8 bits."""
+        return frozenset(self.scheme.eight)
+
+    @property
+    def four(self) -> dict[str, tuple[int, int]]:
+        """`shapes` of the others."""
+        return {module: shape for module, shape in self.shapes.items() if module not in self.eight}
 
     @cached_property
     def plain_view(self) -> Checkpoint:
@@ -90,6 +106,9 @@ def as_exported(checkpoint: Checkpoint) -> Exported | None:
             hint="Config and weights come from different folders: export again",
         )
     exported = Exported(checkpoint, scheme, {module: _shape(checkpoint, module) for module in modules})
+    stray = sorted(exported.eight - exported.shapes.keys())
+    if stray:
+        raise UserError("named as stored in 8 bits, but not packed", file=checkpoint.config_file, item=stray[0])
     for module in modules:
         problem = part_problem(exported, module)
         if problem is not None:
@@ -101,9 +120,10 @@ def part_problem(exported: Exported, module: str) -> str | None:
     """What is wrong with the parts of one matrix, judged by headers and its stored shape; None when nothing is."""
     tensors, scheme = exported.checkpoint.tensors, exported.scheme
     n, k = exported.shapes[module]
-    blocks = -(-k // scheme.group_size)
-    wanted = {PACKED: (("I32",), (n, -(-k // CODES_PER_WORD))), SCALE: (SCALE_DTYPES, (n, blocks))}
-    if not scheme.symmetric:
+    blocks, eight = -(-k // scheme.group_size), module in exported.eight
+    per_word = BYTES_PER_WORD if eight else CODES_PER_WORD
+    wanted = {PACKED: (("I32",), (n, -(-k // per_word))), SCALE: (SCALE_DTYPES, (n, blocks))}
+    if not scheme.symmetric and not eight:
         wanted[ZERO] = (("I32",), (-(-n // CODES_PER_WORD), blocks))
     elif module + ZERO in tensors:
         return "config says symmetric, but zero-points are stored"

@@ -176,7 +176,8 @@ def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
     parts = Checkpoint(journal.folder, {}, tensors, {}, Fp8Scheme())
     plan = make_plan(source, found, tensors)
     inputs = InputScheme.of_settings(journal.manifest.settings, file=journal.folder / "manifest.json")
-    faults = input_scales.header_faults({spec.name: spec for spec in plan.sidecar}, plan.packed, inputs.activations)
+    four = {name: shape for name, shape in plan.packed.items() if name not in plan.eight}
+    faults = input_scales.header_faults({spec.name: spec for spec in plan.sidecar}, four, inputs.activations)
     if faults:
         raise UserError(faults[0], file=journal.folder, hint=_AGAIN)
     return _Inputs(source=source, journal=journal, tensors=parts, linears=found, plan=plan, inputs=inputs)
@@ -259,7 +260,13 @@ def _write_small(inputs: _Inputs, layout: _Layout, files: Path) -> list[Written]
     plan, settings = inputs.plan, inputs.journal.manifest.settings
     weight_map = {spec.name: shard for shard, specs in layout.shards.items() for spec in specs}
     index = {"metadata": {"total_size": plan.tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    scheme = Scheme(symmetric=plan.symmetric, group_size=group_size(settings), ignore=plan.ignore, inputs=inputs.inputs)
+    scheme = Scheme(
+        symmetric=plan.symmetric,
+        group_size=group_size(settings),
+        ignore=plan.ignore,
+        inputs=inputs.inputs,
+        eight=plan.eight,
+    )
     protect = inputs.source.config.get(NUMERIC_KEY, sidecar.protects_numeric(settings, plan.sidecar))
     config = export_config(inputs.source.config, scheme, protect_numeric=bool(protect), untie=plan.untie)
     replaced = sorted(n for n, where in plan.origin.items() if where == "journal" and n in inputs.source.tensors)

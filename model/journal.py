@@ -101,6 +101,7 @@ class ModuleRecord(_Record):
     held_out_rtn: float | None = None
     held_out_floor: float = 0.0
     alpha: float = 0.0
+    bits: int = 4
     zero_blocks: int = 0
     fallback: str | None = None
 

@@ -25,7 +25,7 @@ from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
 from glm5_quant.model.input_scales import read_scale, stacked
-from glm5_quant.model.modules import Compensation, PackedExperts, PackedLinear
+from glm5_quant.model.modules import Compensation, EightLinear, PackedExperts, PackedLinear
 from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
 
@@ -126,7 +126,7 @@ class _Packer:
                 experts[linear.module].append(linear)
                 continue
             bias = self._bias(f"model.layers.{layer}.{linear.module}", module.get_submodule(linear.module))
-            module.set_submodule(linear.module, PackedLinear(self._matrix(linear.name), bias, backend=self.backend))
+            module.set_submodule(linear.module, self._linear(linear.name, bias))
             paths.append(linear.module)
         for path, members in experts.items():
             module.set_submodule(path, self._experts(module.get_submodule(path), members))
@@ -139,7 +139,7 @@ class _Packer:
             if not name.endswith("lm_head"):
                 raise UserError("a packed matrix has no place in the model", file=self.plain.folder, item=name)
             bias = self._bias("lm_head", self.model.lm_head)
-            self.model.lm_head = PackedLinear(self._matrix(name), bias, backend=self.backend)
+            self.model.lm_head = self._linear(name, bias)
         return ["lm_head."] if self.other else []
 
     def compensate(self) -> tuple[int, ...]:
@@ -162,6 +162,16 @@ class _Packer:
         if name is None:
             raise UserError("tensor not in the checkpoint", file=self.plain.folder, item=f"{path}.bias")
         return self.plain.read(name, module.bias.dtype)
+
+    def _linear(self, name: str, bias: Tensor | None) -> PackedLinear | EightLinear:
+        if name not in self.exported.eight:
+            return PackedLinear(self._matrix(name), bias, backend=self.backend)
+        codes_NK, grid = self.exported.read(name)
+        self.packed_bytes += codes_NK.nbytes + grid.scale.nbytes
+        rows = None
+        if self.extra is not None and f"{name}.row_index" in self.extra.tensors:
+            rows = self.extra.read(f"{name}.row_index"), self.extra.read(f"{name}.row_weight")
+        return EightLinear(codes_NK, grid.scale, bias, group_size=grid.group_size, rows=rows)
 
     def _matrix(self, name: str) -> PackedMatrix:
         codes_NK, grid = self.exported.read(name)

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from glm5_quant.kernels import dispatch
 from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow
+from glm5_quant.quant.eight import ZERO
+from glm5_quant.quant.grid import Grid, dequantize
+
+EIGHT_WEIGHTS = 1 << 22
 
 
 class _PackedModule(nn.Module):
@@ -90,6 +95,51 @@ class PackedLinear(_PackedModule):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.describe('weight')}"
+
+
+class EightLinear(nn.Module):
+    """A linear layer on 8-bit codes (quant/eight.py): x [..., K] -> [..., N] in x's dtype.
+
+    Weights are restored some rows at a time and multiplied as usual: half the memory of 16 bits, but no faster.
+    `rows`: indices [R] of output rows that are computed from a weight of their own [R, K] instead.
+    """
+
+    bias: Tensor | None
+    row_index: Tensor | None
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        group_size: int,
+        rows: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = codes.shape
+        self.group_size = group_size
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+        self.register_buffer("row_index", None if rows is None else rows[0].long())
+        self.register_buffer("row_weight", None if rows is None else rows[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = max(EIGHT_WEIGHTS // self.in_features, 1)
+        parts = [F.linear(x, self._rows(start, start + step, x.dtype)) for start in range(0, self.out_features, step)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if self.row_index is not None:
+            out[..., self.row_index] = F.linear(x, self.get_buffer("row_weight").to(x.dtype))
+        return out if self.bias is None else (out + self.bias).to(x.dtype)
+
+    def _rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        codes_NK, scale_NB = self.get_buffer("codes")[start:stop], self.get_buffer("scale")[start:stop].float()
+        zero_NB = torch.full(scale_NB.shape, ZERO, dtype=torch.uint8, device=scale_NB.device)
+        return dequantize(codes_NK, Grid(scale=scale_NB, zero=zero_NB, group_size=self.group_size)).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
 
 
 class PackedExperts(_PackedModule):

@@ -1,6 +1,7 @@
 """The `quantization_config` of an export: what compressed-tensors, vLLM, SGLang and transformers read, made and parsed.
 
-One config group targets every `Linear`; the ignore list names exactly the modules whose 2-D weight is stored unpacked
+One config group targets every `Linear`; a second names the modules stored in 8 bits, where there are any; the ignore
+list names exactly the modules whose 2-D weight is stored unpacked
 (routers, `kv_b_proj`, indexers, embeddings, head, the MTP layer), because servers build a packed module for each
 linear that is not listed. A tied head is listed too: it has no tensor of its own, but readers build it as a linear.
 
@@ -11,7 +12,7 @@ its group: every reader of `pack-quantized` then stops with an error instead of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class _Record(BaseModel):
 
 
 class _Weights(_Record):
-    num_bits: Literal[4]
+    num_bits: Literal[4, 8]
     type: Literal["int"] = "int"
     strategy: Literal["group"]
     group_size: int = Field(gt=0)
@@ -102,49 +103,55 @@ class _Group(_Record):
 class _PackQuantized(_Record):
     quant_method: Literal["compressed-tensors"]
     format: Literal["pack-quantized", "eampq-pack-quantized"]
-    config_groups: dict[str, _Group] = Field(min_length=1, max_length=1)
+    config_groups: dict[str, _Group] = Field(min_length=1, max_length=2)
     ignore: list[str] = []
     eampq_inputs: InputScheme = InputScheme()
 
 
 class Scheme(_Record):
     """How an export stores its quantized matrices: asymmetric or not, inputs a block, modules stored unpacked, and what
-    the codes expect to be done to their inputs."""
+    the codes expect to be done to their inputs.
+
+    Modules of `eight` are stored in 8 bits, symmetric, in blocks of the same size, and take inputs as they are.
+    """
 
     symmetric: bool
     group_size: int
     ignore: list[str]
     inputs: InputScheme = InputScheme()
+    eight: list[str] = []
 
 
 def quantization_config(scheme: Scheme) -> dict[str, Any]:
     """The dictionary that goes into config.json."""
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": scheme.symmetric,
-        "strategy": "group",
-        "group_size": scheme.group_size,
-        "dynamic": False,
-    }
     own = scheme.inputs.changes_weights
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        **({"format": OWN_FORMAT} if own else {}),
-    }
+    # Readers look for a module's own name before its class, so the group that names modules wins.
+    groups = {"group_0": _group(scheme, ["Linear"], 4)}
+    if scheme.eight:
+        groups["group_1"] = _group(scheme, scheme.eight, 8)
     return {
         "quant_method": "compressed-tensors",
         "format": OWN_FORMAT if own else FORMAT,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": scheme.ignore,
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         **({} if scheme.inputs.plain else {INPUTS_KEY: scheme.inputs.model_dump()}),
     }
+
+
+def _group(scheme: Scheme, targets: list[str], bits: int) -> dict[str, Any]:
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": scheme.symmetric or bits == 8,
+        "strategy": "group",
+        "group_size": scheme.group_size,
+        "dynamic": False,
+    }
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    return group | ({"format": OWN_FORMAT} if scheme.inputs.changes_weights else {})
 
 
 def export_config(source: dict[str, Any], scheme: Scheme, *, protect_numeric: bool, untie: bool) -> dict[str, Any]:
@@ -195,8 +202,12 @@ def read_scheme(config: dict[str, Any], *, file: Path) -> Scheme | None:
         raise UserError(
             "quantization that this package does not compute", file=file, item=item, found=first["msg"]
         ) from None
-    (group,) = parsed.config_groups.values()
-    inputs, formats = parsed.eampq_inputs, {parsed.format, group.format or parsed.format}
+    group, *others = parsed.config_groups.values()
+    for item, fault in _group_faults(parsed.config_groups):
+        item = f"{KEY}.config_groups.{item}"
+        raise UserError("quantization that this package does not compute", file=file, item=item, found=fault)
+    inputs = parsed.eampq_inputs
+    formats = {parsed.format, *(one.format or parsed.format for one in (group, *others))}
     expected = OWN_FORMAT if inputs.changes_weights else FORMAT
     if formats != {expected}:
         raise UserError(
@@ -207,7 +218,27 @@ def read_scheme(config: dict[str, Any], *, file: Path) -> Scheme | None:
             expected=f"{expected}, since {INPUTS_KEY} is {inputs.model_dump()}",
         )
     weights = group.weights
-    return Scheme(symmetric=weights.symmetric, group_size=weights.group_size, ignore=parsed.ignore, inputs=inputs)
+    return Scheme(
+        symmetric=weights.symmetric,
+        group_size=weights.group_size,
+        ignore=parsed.ignore,
+        inputs=inputs,
+        eight=[name for one in others for name in one.targets],
+    )
+
+
+def _group_faults(groups: Mapping[str, _Group]) -> Iterator[tuple[str, str]]:
+    """What keeps config groups from being ours: INT4 for every linear, symmetric INT8 for some named modules."""
+    (first, four), *others = groups.items()
+    if four.weights.num_bits != 4:
+        yield f"{first}.weights.num_bits", f"{four.weights.num_bits} bits for every linear"
+    for name, eight in others:
+        if eight.weights.num_bits != 8 or not eight.weights.symmetric:
+            yield f"{name}.weights", "no symmetric INT8"
+        if eight.weights.group_size != four.weights.group_size:
+            yield f"{name}.weights.group_size", f"{eight.weights.group_size} beside {four.weights.group_size}"
+        if any(target == "Linear" or target.startswith("re:") for target in eight.targets):
+            yield f"{name}.targets", "not the names of modules"
 
 
 def _nested(config: dict[str, Any]) -> list[dict[str, Any]]:

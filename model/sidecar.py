@@ -11,6 +11,8 @@ Tensors, for a quantized linear M and a decoder layer P (`model.layers.12`); S s
     M.activation_scale float32 [K]  divisors of M's inputs in mode int4-channel, folded into its columns already; equal
                                     for the gate and up projections of one expert, which read the same input
     P.compensation float32 [D]      added to the layer's output times P.compensation_gain float32 scalar
+    M.row_index int32 [R]           rows of an 8-bit head that are computed in source precision (numeric tokens), from
+    M.row_weight [R, K]
     numeric_token_ids int64 [V]     vocabulary entries made of digits, separators, percent or currency signs
 """
 
@@ -44,6 +46,8 @@ KINDS = {
     "compensation_gain": "compensation",
     "numeric_token_ids": "numeric_tokens",
     "activation_scale": "activations",
+    "row_index": "numeric_rows",
+    "row_weight": "numeric_rows",
 }
 FEATURES = frozenset({*KINDS.values(), "rotation", "activations"})
 
@@ -117,7 +121,7 @@ def describe(
 def sidecar_faults(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
     """Where an export's config and its sidecar disagree on what is done to inputs, or channel scales are missing."""
     inputs = exported.scheme.inputs
-    faults = header_faults(opened[1].tensors if opened else {}, exported.shapes, inputs.activations)
+    faults = header_faults(opened[1].tensors if opened else {}, exported.four, inputs.activations)
     if opened and opened[0].inputs != inputs:
         here, there = inputs.model_dump(), opened[0].inputs.model_dump()
         faults.insert(0, f"config.json says of the inputs {here}, {JSON_NAME} says {there}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 PER_WORD = 8
+BYTES_PER_WORD = 4
 
 
 def pack_codes(codes_NK: Tensor) -> Tensor:
@@ -41,6 +42,25 @@ def unpack_codes(packed: Tensor, k: int) -> Tensor:
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     nibbles = ((packed.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
     return nibbles.flatten(-2)[..., :k].contiguous()
+
+
+def pack_bytes(codes_NK: Tensor) -> Tensor:
+    """8-bit codes, uint8 [..., N, K], stored as q + 128 -> int32 [..., N, ceil(K/4)], element 0 in the lowest byte."""
+    if codes_NK.dtype != torch.uint8:
+        raise ValueError(f"codes are {codes_NK.dtype}, expected torch.uint8")
+    padded = torch.nn.functional.pad(codes_NK, (0, -codes_NK.shape[-1] % BYTES_PER_WORD))
+    parts = padded.reshape(*padded.shape[:-1], -1, BYTES_PER_WORD).to(torch.int32)
+    return parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
+
+
+def unpack_bytes(packed: Tensor, k: int) -> Tensor:
+    """int32 [..., N, ceil(k/4)] -> uint8 [..., N, k]. Raises ValueError when the width cannot hold exactly k codes."""
+    if packed.dtype != torch.int32:
+        raise ValueError(f"packed codes are {packed.dtype}, expected torch.int32")
+    if packed.shape[-1] != -(-k // BYTES_PER_WORD):
+        raise ValueError(f"{packed.shape[-1]} words a row, expected {-(-k // BYTES_PER_WORD)} for {k} codes")
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 255).to(torch.uint8).flatten(-2)[..., :k].contiguous()
 
 
 def pack_zeros(zero_NB: Tensor) -> Tensor:
