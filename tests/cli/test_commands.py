@@ -371,6 +371,19 @@ def test_eval_measures_the_export_and_gates_decide_the_exit_code(work: Path, tex
     assert json.loads(failed.stdout)["gates_passed"] is False
 
 
+def test_eval_names_the_expert_of_an_export_whose_scales_are_four_times_too_large(
+    work: Path, text: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    assert _run("export", "--work-dir", str(work), "--output-dir", str(target)).exit_code == 0
+    rewrite(target, "model.layers.1.mlp.experts.1.down_proj.weight_scale", lambda scale: scale.mul_(4))
+    arguments = ["eval", "--work-dir", str(work), "--dataset", str(text), "--window", "48", "--num-windows", "2"]
+    done = _run(*arguments, "--quantized", str(target), "--set", "draws=50", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["exports"][0]["findings"]
+    assert [(one["kind"], one["where"]) for one in found if one["kind"] == "expert"] == [("expert", "layer 1 expert 1")]
+
+
 def test_eval_of_an_export_with_a_nan_scale_fails_and_prints_no_nan(work: Path, text: Path, tmp_path: Path) -> None:
     """Field case O-36."""
     target = tmp_path / "out"

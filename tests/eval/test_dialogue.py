@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,6 +219,17 @@ def test_dialogues_of_the_wanted_length_are_measured_by_one_call() -> None:
     assert "language:en" in [part.name for part in first.slices]
     assert any("short context" in note for note in result.notes)
     assert "joined" in result.settings.dialogue_rule and "full" in result.settings.context_policy
+
+
+def test_dialogues_too_cost_one_pass_of_the_source_and_one_of_each_export() -> None:
+    tokenizer = ChatTokenizer()
+    models = [random_bigram(seed, len(tokenizer)) for seed in range(4)]
+    rows = [{"messages": messages(*(("user", f"u {i}"), ("assistant", f"a {i}")))} for i in range(20)]
+    settings: dict[str, Any] = {"long_dialogue": 5, "num_dialogues": 4, "tokenizer": tokenizer, "diagnose": 0}
+    alone = evaluate(models[0], [], dialogues=rows, draws=20, **settings)
+    result = evaluate(models[0], models[1:], dialogues=rows, draws=20, **settings)
+    assert alone.forward_tokens == result.forward_tokens > 0
+    assert [export.forward_tokens for export in result.exports] == [alone.forward_tokens] * 3
 
 
 def test_fewer_turns_than_wanted_are_measured_and_said() -> None:

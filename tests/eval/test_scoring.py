@@ -214,3 +214,23 @@ def test_logits_of_a_window_are_dropped_before_the_next_one_is_read() -> None:
     evaluate(models[0], models[1:], [list(range(32)) * 8], window=17, diagnose=0, draws=20)
     assert len(held) == 48
     assert max(held) <= 1
+
+
+def test_peak_memory_of_tensors_is_the_same_for_a_text_eight_times_as_long() -> None:
+    import gc
+
+    class Weighing(Bigram):
+        def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+            seen.append(sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+            return super().__call__(ids, mask)
+
+    peaks = []
+    for repeats in (8, 64):
+        seen: list[int] = []
+        gc.collect()
+        models = [Weighing(random_bigram(seed).log_table) for seed in range(3)]
+        result = evaluate(models[0], models[1:], [list(range(32)) * repeats], window=17, diagnose=0, draws=20)
+        assert result.source_slices[0].tokens == 32 * repeats - 1
+        peaks.append(max(seen))
+    assert peaks[1] <= peaks[0]
