@@ -5,9 +5,9 @@
 
 EXPORT was calibrated without integer activations: its runtime is told to round inputs in each of the modes that need
 nothing from calibration (`int8`, `int4-block`). EXPORT2 was calibrated with `--activations int4-channel`. Both run on
-the reference backend, whose dots of integers are exact. Layer error: |W x - W^ Q(x)|^2 / |W x|^2 summed over a role's
-matrices, x the source's inputs on the first windows that calibration did not see; KL over the windows, with a 95%
-bootstrap interval of the paired difference to the W4A16 of EXPORT.
+the reference backend, whose dots of integers are exact. Layer error: |W x - W^ Q(x)|^2 / |W x|^2, the mean over a
+role's matrices, x the source's inputs on the first windows that calibration did not see; KL over the windows, with a
+95% bootstrap interval over windows of its ratio to the W4A16 of EXPORT.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ def switch(model, mode: str) -> None:
 
 @torch.inference_mode()
 def layer_errors(source, model, tokens_WT: torch.Tensor) -> dict[str, float]:
-    """By role, the squared error of its outputs on the source's inputs, relative to their size."""
+    """By role, the mean over its matrices of |W x - W^ Q(x)|^2 / |W x|^2, x the source's inputs."""
     wrong, size = defaultdict(float), defaultdict(float)
     twins, handles = packed(model), []
     for name, module in source.named_modules():
         if name in twins:
 
             def hook(_, args, out, name=name):
-                role = name.rpartition(".")[2]
-                wrong[role] += float((twins[name](args[0]) - out).square().sum(dtype=torch.float64))
-                size[role] += float(out.square().sum(dtype=torch.float64))
+                wrong[name] += float((twins[name](args[0]) - out).square().sum(dtype=torch.float64))
+                size[name] += float(out.square().sum(dtype=torch.float64))
 
             handles.append(module.register_forward_hook(hook))
     for ids_T in tokens_WT:
         source(ids_T[None])
     for handle in handles:
         handle.remove()
-    return {role: wrong[role] / size[role] for role in wrong}
+    by_role = defaultdict(list)
+    for name in wrong:
+        by_role[name.rpartition(".")[2]].append(wrong[name] / size[name])
+    return {role: sum(errors) / len(errors) for role, errors in by_role.items()}
 
 
 @torch.inference_mode()

@@ -34,6 +34,7 @@ from glm5_quant.model.families import (
     linears,
     model_config,
     mtp_tensors,
+    name_prefix,
 )
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
 from glm5_quant.model.scheme import untied_config
@@ -191,14 +192,14 @@ def as_rotated(checkpoint: Checkpoint, rotation: str) -> Checkpoint:
             found=f"{len(extra)} such tensors",
             hint=_HINT,
         )
-    items = linears(checkpoint, family)
-    folds = dict(_folds(checkpoint, family, items))
+    items, names = linears(checkpoint, family), _Names(checkpoint, family)
+    folds = dict(_folds(names, items))
     known = folds.keys() | {item.source for item in items}
     unknown = [n for n in checkpoint.tensors if n not in known and not INSIDE.fullmatch("." + n)]
     if unknown:
         raise _refusal(checkpoint, f"what {unknown[0]} has to do with the residual stream is not known")
-    head = disk_name(checkpoint, family, HEAD)
-    return RotatedCheckpoint(checkpoint, folds, _need(checkpoint, family, EMBEDDING) if head is None else None)
+    tied = names.find(HEAD) is None
+    return RotatedCheckpoint(checkpoint, folds, names.need(EMBEDDING) if tied else None)
 
 
 def _refusal(checkpoint: Checkpoint, reason: str) -> UserError:
@@ -211,48 +212,64 @@ def _refusal(checkpoint: Checkpoint, reason: str) -> UserError:
     )
 
 
-def _folds(checkpoint: Checkpoint, family: Family, items: list[Linear]) -> Iterator[tuple[str, Fold]]:
+class _Names:
+    """Names on disk of a checkpoint's run-time tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
+        self.checkpoint, self.family, self.prefix = checkpoint, family, name_prefix(checkpoint)
+
+    def find(self, name: str) -> str | None:
+        return disk_name(self.checkpoint, self.family, name, prefix=self.prefix)
+
+    def need(self, name: str) -> str:
+        found = self.find(name)
+        if found is None:
+            raise UserError("tensor not in the checkpoint", file=self.checkpoint.folder, item=name)
+        return found
+
+
+def _folds(names: _Names, items: list[Linear]) -> Iterator[tuple[str, Fold]]:
     """What becomes of every tensor that reads, writes or normalises the stream."""
-    config = model_config(checkpoint.config, file=checkpoint.config_file)
-    final = _need(checkpoint, family, "model.norm.weight")
-    yield _need(checkpoint, family, EMBEDDING), Fold(columns=True)
+    family, config = names.family, model_config(names.checkpoint.config, file=names.checkpoint.config_file)
+    final = names.need("model.norm.weight")
+    yield names.need(EMBEDDING), Fold(columns=True)
     yield final, Fold(ones=True)
-    yield disk_name(checkpoint, family, HEAD) or HEAD, Fold(gain=final, columns=True)
+    yield names.find(HEAD) or HEAD, Fold(gain=final, columns=True)
+    norms = []
     for layer in range(config.num_hidden_layers):
         place = f"model.layers.{layer}."
-        norms = {name: _need(checkpoint, family, f"{place}{name}.weight") for name in (INPUT_NORM, BLOCK_NORM)}
-        yield from ((norm, Fold(ones=True)) for norm in norms.values())
-        router = [(BLOCK_NORM, f"{family.block}.{family.router}")] if is_sparse(family, config, layer) else []
-        for norm, module in (*family.stream_readers, *router):
-            name = disk_name(checkpoint, family, f"{place}{module}.weight")
-            if name is not None:
-                yield name, Fold(gain=norms[norm], columns=True)
-            elif (norm, module) in router:
-                raise UserError("no router in this layer", file=checkpoint.folder, item=f"{place}{module}.weight")
-    yield from _linear_folds(checkpoint, family, config, items)
+        norms.append({name: names.need(f"{place}{name}.weight") for name in (INPUT_NORM, BLOCK_NORM)})
+        yield from ((norm, Fold(ones=True)) for norm in norms[-1].values())
+        for norm, module in family.stream_readers:
+            reader = names.find(f"{place}{module}.weight")
+            if reader is not None:
+                yield reader, Fold(gain=norms[-1][norm], columns=True)
+        if is_sparse(family, config, layer):
+            router = names.need(f"{place}{family.block}.{family.router}.weight")
+            yield router, Fold(gain=norms[-1][BLOCK_NORM], columns=True)
+    values = _values(family, config)
+    for item in items:
+        yield from _linear_folds(names, item, norms[item.layer], values)
 
 
 def _linear_folds(
-    checkpoint: Checkpoint, family: Family, config: Any, items: list[Linear]
+    names: _Names, item: Linear, norms: dict[str, str], values: Rows | None
 ) -> Iterator[tuple[str, Fold]]:
-    """The same for what is quantized, and the biases of what writes the stream."""
-    values = _values(family, config)
-    for item in items:
-        bias = item.name + ".bias" if item.name + ".bias" in checkpoint.tensors else None
-        if item.role in ("o_proj", "down"):
-            yield item.source, Fold(columns=item.role == "o_proj" and values is not None, rows=Rows())
-            if bias is not None:
-                yield bias, Fold(rows=Rows())
-        elif item.role in (*family.attention[0], "gate", "up", "gate_up"):
-            inside = item.role in family.attention[0]
-            norm = _need(checkpoint, family, f"model.layers.{item.layer}.{INPUT_NORM if inside else BLOCK_NORM}.weight")
-            turned = values if item.role == "v_proj" else None
-            yield item.source, Fold(gain=norm, columns=True, rows=turned)
-            if bias is not None and turned is not None:
-                yield bias, Fold(rows=turned)
-        if item.role == "o_proj" and values is not None and family.attention is MLA:
-            name = _need(checkpoint, family, f"model.layers.{item.layer}.{family.attention_path}.kv_b_proj.weight")
-            yield name, Fold(rows=values)
+    """The same for a matrix that is quantized and its bias, and for the matrix that makes the values in MLA."""
+    family, bias = names.family, item.name + ".bias"
+    if item.role in ("o_proj", "down"):
+        weight = Fold(columns=item.role == "o_proj" and values is not None, rows=Rows())
+    elif item.role in (*family.attention[0], "gate", "up", "gate_up"):
+        norm = norms[INPUT_NORM if item.role in family.attention[0] else BLOCK_NORM]
+        weight = Fold(gain=norm, columns=True, rows=values if item.role == "v_proj" else None)
+    else:
+        return
+    yield item.source, weight
+    if bias in names.checkpoint.tensors and weight.rows is not None:
+        yield bias, Fold(rows=weight.rows)
+    if item.role == "o_proj" and values is not None and family.attention is MLA:
+        maker = names.need(f"model.layers.{item.layer}.{family.attention_path}.kv_b_proj.weight")
+        yield maker, Fold(rows=values)
 
 
 def _values(family: Family, config: Any) -> Rows | None:
@@ -273,10 +290,3 @@ def _turn_rows(wide_NK: Tensor, fold: Fold) -> Tensor:
     heads = wide_NK.view(-1, fold.rows.period, wide_NK.shape[-1]).clone()
     heads[:, fold.rows.first :] = butterfly(heads[:, fold.rows.first :].mT).mT
     return heads.flatten(0, 1)
-
-
-def _need(checkpoint: Checkpoint, family: Family, name: str) -> str:
-    found = disk_name(checkpoint, family, name)
-    if found is None:
-        raise UserError("tensor not in the checkpoint", file=checkpoint.folder, item=name)
-    return found

@@ -1,18 +1,40 @@
 """A residual stream rotated inside the weights: the same function, family by family."""
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support_models import ALL_TYPES, read_tensors, rewrite, stack_experts, tiny, tiny_ds8, tiny_glm, write_tensors
+from support_models import (
+    ALL_TYPES,
+    glm5_shapes,
+    hollow,
+    read_tensors,
+    rewrite,
+    stack_experts,
+    tiny,
+    tiny_ds8,
+    tiny_glm,
+    write_tensors,
+)
 
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import FAMILIES, MLA, family_of
 from glm5_quant.model.layers import LayerRunner
-from glm5_quant.model.rotated import as_rotated
+from glm5_quant.model.rotated import Fold, Rows, as_rotated
 from glm5_quant.quant.rotation import butterfly, fold_gain, rotate, rotate_rows
 
+UNTOUCHED = (
+    "q_a_layernorm.weight",
+    "kv_a_layernorm.weight",
+    "q_b_proj.weight",
+    "wq_b.weight",
+    "k_norm.weight",
+    "k_norm.bias",
+    "e_score_correction_bias",
+)
 UNROTATABLE = [name for name, row in FAMILIES.items() if row.unrotatable]
 ROTATABLE = [name for name in ALL_TYPES if name not in UNROTATABLE]
 
@@ -179,3 +201,18 @@ def test_the_butterfly_is_the_rotation_with_the_same_bits_at_every_size() -> Non
     torch.testing.assert_close(butterfly(x), rotate(x), rtol=1e-5, atol=1e-6)
     assert torch.equal(butterfly(x)[5], butterfly(x[5]))
     assert torch.equal(butterfly(x[:, :40]), x[:, :40])
+
+
+def test_thousands_of_experts_are_looked_up_by_name_in_a_second(tmp_path: Path) -> None:
+    folder = hollow(tmp_path, glm5_shapes(layers=12), {"model_type": "glm_moe_dsa", "num_hidden_layers": 12})
+    source = open_checkpoint(folder)
+    started = time.process_time()
+    view = as_rotated(source, "folded")
+    assert time.process_time() - started < 3
+    folds = view.folds  # type: ignore[attr-defined]
+    place = "model.layers.11."
+    assert folds[f"{place}self_attn.kv_b_proj.weight"] == Fold(rows=Rows(period=448, first=192))
+    assert folds[f"{place}self_attn.indexer.wk.weight"].gain == f"{place}input_layernorm.weight"
+    assert folds[f"{place}mlp.gate.weight"].gain == f"{place}post_attention_layernorm.weight"
+    assert f"{place}self_attn.indexer.wq_b.weight" not in folds
+    assert len(folds) == len(source.tensors) - sum(n.endswith(UNTOUCHED) for n in source.tensors)
