@@ -38,6 +38,7 @@ from glm5_quant.kernels.layout import (
 )
 
 INT4_ROWS = 48
+PLAIN_ROWS = 4
 WIDE_WEIGHTS = 1 << 23  # 16 MiB of bf16; smaller slices make the matrix product slower than they save
 NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
 TILE_ROWS = 64  # and lays them out in tiles of 64, so slices of whole tiles can be converted one by one
@@ -62,6 +63,18 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> 
     if bias_N is not None:
         out_TN = out_TN + bias_N
     return out_TN.to(x_TK.dtype)
+
+
+def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """x @ W^T + bias, all bf16, x [..., K]; PyTorch's product reads its weights too slowly for a few rows."""
+    n, k = weight_NK.shape
+    tokens = x_TK.numel() // k
+    if not 0 < tokens <= PLAIN_ROWS or not native.suits(tokens):
+        return functional.linear(x_TK, weight_NK, bias_N)
+    out_TN = native.dense(x_TK.reshape(tokens, k), weight_NK)
+    if bias_N is not None:
+        out_TN += bias_N
+    return out_TN.reshape(*x_TK.shape[:-1], n)
 
 
 def experts(

@@ -1,4 +1,4 @@
-"""One place that decides who computes: `linear` and `experts`.
+"""One place that decides who computes: `linear` and `experts` from codes, `plain` from weights as they are.
 
 Letters: E experts, N out, K in, T tokens, D hidden size, I expert size, A experts a token chooses.
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from glm5_quant.kernels import cpu, reference
 from glm5_quant.kernels.layout import PackedMatrix
@@ -75,6 +76,15 @@ def experts(
     if chosen == "cpu":
         return cpu.experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
     return reference.experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
+
+
+def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """`F.linear`, by a kernel of our own for a few bf16 tokens on a CPU; x [..., K]. Nothing else changes."""
+    fits = x_TK.dtype == weight_NK.dtype == HALVES[1] and x_TK.device.type == weight_NK.device.type == "cpu"
+    if not fits or torch.compiler.is_compiling() or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
+        return functional.linear(x_TK, weight_NK, bias_N)
+    learns = torch.is_grad_enabled() and (x_TK.requires_grad or weight_NK.requires_grad)
+    return functional.linear(x_TK, weight_NK, bias_N) if learns else cpu.plain(x_TK, weight_NK, bias_N)
 
 
 def choose_backend(x: Tensor, packed: PackedMatrix, backend: str | None = None) -> str:

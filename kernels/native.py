@@ -86,10 +86,8 @@ def _product(x_TK: Tensor, matrix: Any, n: int, dtype: torch.dtype) -> Tensor:
     x_TK = x_TK.contiguous()
     tokens, k = x_TK.shape
     out_TN = torch.empty(tokens, n, dtype=dtype)
-    failed = cast(Any, library()).glm5_linear(
-        matrix, x_TK.data_ptr(), tokens, k, out_TN.data_ptr(), KINDS[dtype], torch.get_num_threads()
-    )
-    if failed:
+    call = cast(Any, library()).glm5_linear
+    if call(matrix, x_TK.data_ptr(), tokens, k, out_TN.data_ptr(), KINDS[dtype], torch.get_num_threads()):
         raise MemoryError("no memory for the working space of a linear layer")
     return out_TN
 

@@ -52,26 +52,48 @@ INLINE void few_wide(const Job *job, int bits, int64_t row, int ahead, int64_t b
     }
 }
 
+/* lane i: the sum of all lanes of v[i] */
+INLINE __m512 sums_of(const __m512 v[16]) {
+    __m512 pairs[8], fours[4], eights[2];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const __m512 a = v[2 * i], b = v[2 * i + 1];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; i++) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 2; i++) {
+        const __m512 a = fours[2 * i], b = fours[2 * i + 1];
+        eights[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88),
+                         _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
+}
+
 INLINE void few_rows(const Job *job, int bits, int64_t row, int rows, int count, const float *scale, float *out,
                      int64_t width) {
     const int64_t blocks = blocks_of(job->matrix);
-    __m512 sum[4][FEW];
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int t = 0; t < count; t++) sum[r][t] = _mm512_setzero_ps();
+    __m512 sum[16];
+    ALIGNED float sums[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b += 2) {
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             const float *factor = scale + r * blocks + b;
-            if (bits == 4) few_nibbles(job, row + r, rows, b, factor, count, sum[r]);
-            else few_wide(job, bits, row + r, rows, b, factor, count, sum[r]);
+            if (bits == 4) few_nibbles(job, row + r, rows, b, factor, count, sum + r * count);
+            else few_wide(job, bits, row + r, rows, b, factor, count, sum + r * count);
         }
     }
+    _mm512_store_ps(sums, sums_of(sum));
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int t = 0; t < count; t++) out[t * width + r] = _mm512_reduce_add_ps(sum[r][t]);
+        for (int t = 0; t < count; t++) out[t * width + r] = sums[r * count + t];
 }
 
 /* four rows of up to four tokens, two rows of more, or a single row */
