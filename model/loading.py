@@ -26,6 +26,7 @@ from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
 from glm5_quant.model.input_scales import read_scale, stacked
 from glm5_quant.model.modules import Compensation, EightLinear, PackedExperts, PackedLinear
+from glm5_quant.model.plain import make_plain_linears
 from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
 
@@ -91,6 +92,8 @@ def load(
     _generation_config(model, plain)
     model.glm5_quant = _summary(exported, packer, compensated, dtype)
     model.packed_count = model.glm5_quant.packed_count
+    if exported:
+        make_plain_linears(model)
     checkpoint.close()
     return model.eval()
 
