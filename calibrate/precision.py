@@ -1,8 +1,9 @@
 """Which parts of a model are not INT4: kept in source precision, or stored in 8 bits (EAMPQ step 10).
 
 Dimensions: V vocabulary, D hidden, R numeric rows.
-The head has no place in the loop over layers: it is written after the last one, in 8 bits, with the rows of numeric
-tokens beside it in source precision, which only our own runtime reads.
+Head and embedding have no place in the loop over layers: they are written after the last one, with the rows of
+numeric tokens beside them in source precision, which only our own runtime reads. Both streams start from the source's
+embedding.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import PACKED, SCALE, SHAPE
@@ -21,7 +23,7 @@ from glm5_quant.quant.eight import round_eight
 from glm5_quant.quant.numeric import numeric_token_ids
 from glm5_quant.quant.packing import pack_bytes
 
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
 ROWS = 8192
 
 
@@ -34,13 +36,32 @@ def part_of(item: Linear, family: Family) -> str:
     return "shared_experts" if item.shared else "dense_mlp"
 
 
-def write_head(journal: Journal, checkpoint: Checkpoint, family: Family, group_size: int) -> None:
-    """Write the head in 8 bits to `layers/model.safetensors`. A head that is tied to the embedding is its copy."""
-    name = disk_name(checkpoint, family, f"{HEAD}.weight")
-    source = name or disk_name(checkpoint, family, f"{EMBEDDING}.weight")
-    if source is None:
-        raise UserError("no head in this checkpoint", file=checkpoint.folder, item=f"{HEAD}.weight")
-    module, (rows, k) = (name or f"{HEAD}.weight").removesuffix(".weight"), checkpoint.info(source).shape
+def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, settings: Settings) -> None:
+    """Write head and embedding to `layers/model.safetensors` in 8 bits, those of them that `settings` names.
+
+    A head that is tied to the embedding becomes a matrix of its own as soon as one of the two is stored so.
+    """
+    wanted = [name for name in (HEAD, EMBEDDING) if name in settings.int8]
+    if not wanted:
+        return
+    path = {HEAD: HEAD, EMBEDDING: f"model.{EMBEDDING}"}
+    stored = {name: disk_name(checkpoint, family, f"{path[name]}.weight") for name in path}
+    tied, table = stored[HEAD] is None, stored[EMBEDDING]
+    if table is None:
+        raise UserError("no embedding in this checkpoint", file=checkpoint.folder, item=f"{path[EMBEDDING]}.weight")
+    tensors: dict[str, Tensor] = {}
+    for name in wanted:
+        source = stored[name] or table
+        module = HEAD if name == HEAD and tied else source.removesuffix(".weight")
+        tensors |= _eight(checkpoint, source, module, settings.quant.group_size)
+    if tied and HEAD not in wanted:
+        tensors[f"{HEAD}.weight"] = checkpoint.read(table)
+    specs = [Spec(name, DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in tensors.items()]
+    write_shard(journal.folder / "layers" / "model.safetensors", specs, tensors.__getitem__)
+
+
+def _eight(checkpoint: Checkpoint, source: str, module: str, group_size: int) -> dict[str, Tensor]:
+    rows, k = checkpoint.info(source).shape
     packed, scales = [], []
     for start in range(0, rows, ROWS):
         part_VD = checkpoint.read_rows(source, range(start, min(start + ROWS, rows)), torch.float32)
@@ -48,9 +69,7 @@ def write_head(journal: Journal, checkpoint: Checkpoint, family: Family, group_s
         packed.append(pack_bytes(codes_VD))
         scales.append(grid.scale.to(checkpoint.dtype))
     tensors = {module + PACKED: torch.cat(packed), module + SCALE: torch.cat(scales)}
-    tensors |= {module + SHAPE: torch.tensor([rows, k])} | _numeric_rows(checkpoint, source, module, rows)
-    specs = [Spec(name, DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in tensors.items()]
-    write_shard(journal.folder / "layers" / "model.safetensors", specs, tensors.__getitem__)
+    return tensors | {module + SHAPE: torch.tensor([rows, k])} | _numeric_rows(checkpoint, source, module, rows)
 
 
 def _numeric_rows(checkpoint: Checkpoint, source: str, module: str, rows: int) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.memory import run_dtype
 from glm5_quant.calibrate.plan import Plan, make_plan
-from glm5_quant.calibrate.precision import HEAD, write_head
+from glm5_quant.calibrate.precision import write_tables
 from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
 from glm5_quant.calibrate.shadows import shadowed
@@ -183,9 +183,7 @@ class _Run:
                 raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
             inputs = self._layer(layer, inputs)
         shutil.rmtree(self.journal.folder / "stream", ignore_errors=True)
-        if HEAD in self.context.settings.int8:
-            context = self.context
-            write_head(self.journal, self.checkpoint, context.runner.family, context.settings.quant.group_size)
+        write_tables(self.journal, self.checkpoint, self.context.runner.family, self.context.settings)
         finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant)
 
     def _start(self) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ class Settings:
     of the target's correction); they join the statistics once that is chosen. With `choose_samples`, the windows are
     chosen by who is routed where out of `candidates` times as many, which costs a pass of the source model over those.
     `keep` names parts that stay in source precision, `int8` parts that are stored in 8 bits: attention, shared_experts,
-    dense_mlp; and lm_head, which is kept where it is not named.
+    dense_mlp; and lm_head and embed_tokens, which are kept where they are not named.
     """
 
     quant: QuantConfig = field(default_factory=lambda: PRESETS["default"])
@@ -45,7 +45,7 @@ class Settings:
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
-        for name, known in (("keep", PARTS), ("int8", (*PARTS, "lm_head"))):
+        for name, known in (("keep", PARTS), ("int8", (*PARTS, "lm_head", "embed_tokens"))):
             unknown = [part for part in getattr(self, name) if part not in known]
             if unknown:
                 raise UserError("unknown part", item=name, found=unknown[0], expected=", ".join(known))

@@ -138,7 +138,7 @@ def _packed_shapes(
         module = name.removesuffix(PACKED)
         plain = source.tensors.get(module + ".weight")
         if plain is None and module == head_name(source):
-            plain = next((info for n, info in source.tensors.items() if n.endswith("embed_tokens.weight")), None)
+            plain = source.info(embedding_name(source))
         shape = shapes.get(module) or (plain.shape if plain is not None else None)
         if shape is None or len(shape) != 2:
             raise UserError(
@@ -219,3 +219,11 @@ def _sidecar_spec(info: TensorInfo) -> Spec:
 def head_name(source: Checkpoint) -> str:
     """`lm_head`, under the prefix the source's names carry (multimodal wrappers)."""
     return next((n.removesuffix(".weight") for n in source.tensors if n.endswith("lm_head.weight")), "lm_head")
+
+
+def embedding_name(source: Checkpoint) -> str:
+    """The embedding's tensor, which a tied head shares."""
+    found = next((name for name in source.tensors if name.endswith("embed_tokens.weight")), None)
+    if found is None:
+        raise UserError("no embedding in this checkpoint", file=source.folder, item="embed_tokens.weight")
+    return found

@@ -25,7 +25,7 @@ from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
 from glm5_quant.model.input_scales import read_scale, stacked
-from glm5_quant.model.modules import Compensation, EightLinear, PackedExperts, PackedLinear
+from glm5_quant.model.modules import Compensation, EightEmbedding, EightLinear, PackedExperts, PackedLinear
 from glm5_quant.model.plain import make_plain_linears
 from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
@@ -85,7 +85,7 @@ def load(
         skipped = tuple(f"{path}.{module}." for module in packed)
         fill(layer, path, plain, family, dtype, keep_fp32=keep_fp32, skip=lambda n, s=skipped: n.startswith(s))  # type: ignore[misc]
         layer.to(device)
-    rest = ("model.layers.", *(packer.fill_head() if packer else ()))
+    rest = ("model.layers.", *(packer.fill_rest() if packer else ()))
     fill(model, "", plain, family, dtype, keep_fp32=keep_fp32, skip=lambda name: name.startswith(rest))
     compensated = packer.compensate() if packer else ()
     model.to(device)
@@ -136,14 +136,18 @@ class _Packer:
             paths.append(path)
         return paths
 
-    def fill_head(self) -> list[str]:
-        """Swap what is packed outside the decoder layers: the head. Returns name prefixes."""
+    def fill_rest(self) -> list[str]:
+        """Swap what is packed outside the decoder layers: head and embedding. Returns name prefixes."""
+        prefixes = []
         for name in self.other:
-            if not name.endswith("lm_head"):
+            path = next((p for p in ("lm_head", "model.embed_tokens") if name.endswith(p.rpartition(".")[2])), None)
+            if path is None:
                 raise UserError("a packed matrix has no place in the model", file=self.plain.folder, item=name)
-            bias = self._bias("lm_head", self.model.lm_head)
-            self.model.lm_head = self._linear(name, bias)
-        return ["lm_head."] if self.other else []
+            old = self.model.get_submodule(path)
+            new = self._linear(name, self._bias(path, old)) if path == "lm_head" else self._embedding(name, old)
+            self.model.set_submodule(path, new)
+            prefixes.append(f"{path}.")
+        return prefixes
 
     def compensate(self) -> tuple[int, ...]:
         """Hook the compensation of each layer that has one."""
@@ -169,12 +173,24 @@ class _Packer:
     def _linear(self, name: str, bias: Tensor | None) -> PackedLinear | EightLinear:
         if name not in self.exported.eight:
             return PackedLinear(self._matrix(name), bias, backend=self.backend)
+        return EightLinear(*self._eight(name), bias, group_size=GROUP_SIZE, rows=self._rows(name))
+
+    def _embedding(self, name: str, old: Any) -> EightEmbedding:
+        if name not in self.exported.eight:
+            raise UserError("a packed embedding that is not of 8 bits", file=self.plain.folder, item=name)
+        rows = self._rows(name)
+        return EightEmbedding(*self._eight(name), group_size=GROUP_SIZE, dtype=old.weight.dtype, rows=rows)
+
+    def _eight(self, name: str) -> tuple[Tensor, Tensor]:
         codes_NK, grid = self.exported.read(name)
         self.packed_bytes += codes_NK.nbytes + grid.scale.nbytes
-        rows = None
-        if self.extra is not None and f"{name}.row_index" in self.extra.tensors:
-            rows = self.extra.read(f"{name}.row_index"), self.extra.read(f"{name}.row_weight")
-        return EightLinear(codes_NK, grid.scale, bias, group_size=grid.group_size, rows=rows)
+        return codes_NK, grid.scale
+
+    def _rows(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Rows that are computed in source precision, and their weights."""
+        if self.extra is None or f"{name}.row_index" not in self.extra.tensors:
+            return None
+        return self.extra.read(f"{name}.row_index"), self.extra.read(f"{name}.row_weight")
 
     def _matrix(self, name: str) -> PackedMatrix:
         codes_NK, grid = self.exported.read(name)

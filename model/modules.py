@@ -142,6 +142,43 @@ class EightLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
 
 
+class EightEmbedding(nn.Module):
+    """An embedding on 8-bit codes: ids [...] -> [..., K] in `dtype`. `rows` as for `EightLinear`, ascending."""
+
+    row_index: Tensor | None
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        *,
+        group_size: int,
+        dtype: torch.dtype,
+        rows: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = codes.shape
+        self.group_size, self.dtype = group_size, dtype
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("row_index", None if rows is None else rows[0].long())
+        self.register_buffer("row_weight", None if rows is None else rows[1])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        scale_TB = self.get_buffer("scale")[ids].float()
+        zero_TB = torch.full(scale_TB.shape, ZERO, dtype=torch.uint8, device=scale_TB.device)
+        grid = Grid(scale=scale_TB, zero=zero_TB, group_size=self.group_size)
+        out = dequantize(self.get_buffer("codes")[ids], grid).to(self.dtype)
+        if self.row_index is None:
+            return out
+        place = torch.searchsorted(self.row_index, ids).clamp(max=len(self.row_index) - 1)
+        kept = self.get_buffer("row_weight")[place].to(self.dtype)
+        return torch.where((self.row_index[place] == ids)[..., None], kept, out)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, bits=8"
+
+
 class PackedExperts(_PackedModule):
     """The routed experts of one layer; takes the place of transformers' `experts` submodule.
 

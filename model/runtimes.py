@@ -70,6 +70,7 @@ class _Facts:
     scale_dtypes: frozenset[str]
     rotated: bool
     activations: str
+    packed_embedding: bool
 
     @classmethod
     def of(cls, exported: Exported) -> _Facts:
@@ -83,6 +84,7 @@ class _Facts:
             scale_dtypes=frozenset(exported.checkpoint.tensors[module + SCALE].dtype for module in exported.shapes),
             rotated=exported.scheme.inputs.rotation == "full",
             activations=exported.scheme.inputs.activations,
+            packed_embedding=any(module.endswith("embed_tokens") for module in exported.shapes),
         )
 
     def own_obstacle(self) -> str:
@@ -123,6 +125,8 @@ class _Facts:
     def vllm_obstacle(self) -> str:
         if obstacle := self.foreign_obstacle() or self.ragged():
             return obstacle
+        if self.packed_embedding:
+            return "vLLM reads no packed embedding"
         if self.model_type in OWN_TYPES:
             return f"no vLLM model for {self.model_type}"
         if self.has_experts and self.model_type in STACKED_TYPES:

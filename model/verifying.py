@@ -16,7 +16,7 @@ import torch
 from glm5_quant.model import atomic, staging
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.export_plan import PART_ENDINGS, SCALE, head_name, ignored_modules
+from glm5_quant.model.export_plan import PART_ENDINGS, SCALE, embedding_name, head_name, ignored_modules
 from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, read_linear
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
@@ -241,6 +241,12 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
     extra = [n for n in checkpoint.tensors if n not in original.tensors and n not in replaced]
     known = {linear.name for linear in _linears_of(original)} | {n.removesuffix(".weight") for n in original.tensors}
     known.add(head_name(original))  # tied in the source, and a matrix of its own once it is packed
+    untied = head_name(original) + ".weight"
+    if untied in extra:  # a tied head beside a packed embedding: the source's embedding, as it was
+        extra.remove(untied)
+        compared += 1
+        if not torch.equal(checkpoint.read(untied), original.read(embedding_name(original))):
+            problems.append(f"{untied}: differs from the embedding that it was tied to")
     problems += [
         f"{n}: not in the source" for n in extra if not (n.endswith(PART_ENDINGS) and n.rsplit(".", 1)[0] in known)
     ]

@@ -24,7 +24,7 @@ from glm5_quant.quant.eight import round_eight
 from glm5_quant.quant.grid import dequantize
 from glm5_quant.quant.packing import pack_bytes, unpack_bytes
 
-EVERYTHING = {"int8": ("attention", "shared_experts", "dense_mlp", "lm_head")}
+EVERYTHING = {"int8": ("attention", "shared_experts", "dense_mlp", "lm_head", "embed_tokens")}
 
 
 def exported(model: Path, folder: Path, **options: object) -> Path:
@@ -89,8 +89,8 @@ def test_an_export_with_8_bit_parts_loads_and_has_the_logits_of_its_dequantized_
                     first = len(weight) if role == "up_proj" else 0
                     experts.gate_up_proj[expert, first : first + len(weight)] = weight
                 continue
-            if name == "lm_head":
-                weight[rows] = plain.lm_head.weight[rows]
+            if name in ("lm_head", "model.embed_tokens"):
+                weight[rows] = plain.get_submodule(name).weight[rows]
             plain.get_submodule(name).weight.copy_(weight)
         ids = torch.arange(24).view(2, 12)
         assert torch.allclose(packed(ids).logits, plain(ids).logits, atol=2e-4)
@@ -108,6 +108,28 @@ def test_numeric_rows_of_an_8_bit_head_are_those_of_the_source(tmp_path: Path) -
     source = open_checkpoint(model).read("model.embed_tokens.weight")
     assert torch.equal(loaded.lm_head.row_weight, source[rows])
     assert verify(out, source=model).ok
+
+
+@pytest.mark.parametrize("int8", [("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_an_8_bit_embedding_gives_numeric_tokens_their_own_rows_and_unties_the_head(
+    int8: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tiny("llama", tmp_path / "m", tie_word_embeddings=True)
+    out = exported(model, tmp_path, int8=int8)
+    assert verify(out, source=model).ok
+    assert "vLLM reads no packed embedding" in [one.reason for one in verify(out).runtimes]
+    source = open_checkpoint(model).read("model.embed_tokens.weight")
+    loaded = load(out, dtype=torch.float32)
+    ids = torch.tensor([[*b"at 12.5%", 200]])
+    rows = loaded.model.embed_tokens(ids)[0]
+    exact = (rows == source.float()[ids[0]]).all(1).tolist()
+    assert [exact[at] for at in (3, 4, 6, 7)] == [True] * 4
+    assert not all(exact)
+    assert float((rows - source.float()[ids[0]]).abs().max()) < 0.01 * float(source.abs().max())
+    if len(int8) == 1:
+        assert torch.equal(open_checkpoint(out).read("lm_head.weight"), source)
+    with torch.no_grad():
+        assert loaded(ids).logits.isfinite().all()
 
 
 def test_plain_transformers_reads_both_groups(tmp_path: Path) -> None:
@@ -145,7 +167,7 @@ def test_8_bits_leave_a_far_smaller_error_and_are_recorded_as_such(tmp_path: Pat
     ("values", "message"),
     [
         ({"keep": ("experts",)}, "keep: unknown part; found experts; expected attention, shared_experts, dense_mlp"),
-        ({"int8": ("embed_tokens",)}, "int8: unknown part; found embed_tokens"),
+        ({"int8": ("router",)}, "int8: unknown part; found router"),
         ({"keep": ("attention",), "int8": ("attention",)}, "keep: a part is to be kept and stored in 8 bits"),
     ],
 )
