@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
 from glm5_quant.model.input_scales import read_scale, stacked
 from glm5_quant.model.modules import Compensation, EightEmbedding, EightLinear, PackedExperts, PackedLinear
+from glm5_quant.model.placing import DeviceMap, Placement, auto_map, outer_parts
 from glm5_quant.model.plain import make_plain_linears
 from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
@@ -56,6 +57,8 @@ def load(
     device: str | torch.device = "cpu",
     backend: str | None = None,
     resident: str = "int4",
+    device_map: DeviceMap | str | None = None,
+    offload: str | Path | None = None,
 ) -> Any:
     """A `transformers` model in eval mode; `model.glm5_quant` is a `LoadSummary`, `model.packed_count` its main number.
 
@@ -66,6 +69,9 @@ def load(
         device: where the model goes; layers are moved there as they are filled.
         backend: of the packed modules: reference, cpu or triton; None lets the device decide.
         resident: "int4" keeps the codes only; "int8" lets the CPU path keep a second, faster copy of twice the size.
+        device_map: for models larger than one device, in place of `device`: the device of each part (placing.py), or
+            "auto". Parts are moved as they are filled.
+        offload: a folder for what the map puts on "disk".
 
     Raises:
         UserError: config and weights disagree about quantization, tensors are missing or of another shape, values are
@@ -79,23 +85,27 @@ def load(
     model = build_empty(plain, dtype)
     packer = _Packer(exported, model, backend, resident) if exported else None
     keep_fp32 = fp32_patterns(model, dtype)
+    compensated = packer.compensate() if packer else ()
+    chosen = auto_map(model, checkpoint) if device_map == "auto" else device_map or {"": device}
+    placement = Placement(cast(DeviceMap, chosen), None if offload is None else Path(offload))
     for i, layer in enumerate(model.model.layers):
-        packed = packer.fill_layer(i) if packer else ()
+        packed = packer.fill_layer(i) if packer else []
         path = f"model.layers.{i}"
-        skipped = tuple(f"{path}.{module}." for module in packed)
+        skipped = tuple(f"{path}.{module}." for module in (*packed, "compensation"))
         fill(layer, path, plain, family, dtype, keep_fp32=keep_fp32, skip=lambda n, s=skipped: n.startswith(s))  # type: ignore[misc]
-        layer.to(device)
+        placement.put(layer, path)
     rest = ("model.layers.", *(packer.fill_rest() if packer else ()))
     fill(model, "", plain, family, dtype, keep_fp32=keep_fp32, skip=lambda name: name.startswith(rest))
-    compensated = packer.compensate() if packer else ()
-    model.to(device)
+    for path in outer_parts(model):
+        placement.put(model.get_submodule(path), path)
     _generation_config(model, plain)
     model.glm5_quant = _summary(exported, packer, compensated, dtype)
     model.packed_count = model.glm5_quant.packed_count
     if exported:
         make_plain_linears(model)
     checkpoint.close()
-    return model.eval()
+    model.eval()
+    return model if device_map is None else placement.connect(model)
 
 
 class _Packer:

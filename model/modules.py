@@ -48,13 +48,18 @@ class _PackedModule(nn.Module):
 
     def matrix(self, name: str) -> PackedMatrix:
         """The matrix made of this module's buffers as they are now."""
-        if name not in self._cache:
-            n, k, resident, inputs = self._matrices[name]
-            codes, scale, zero = (self.get_buffer(f"{name}_{part}") for part in ("codes", "scale", "zero"))
-            if inputs is not None and inputs.channel_scale is not None:
-                inputs = replace(inputs, channel_scale=self.get_buffer(f"{name}_channel_scale"))
-            self._cache[name] = PackedMatrix(codes, scale, zero, n, k, self._shadow(name), resident, inputs)
-        return self._cache[name]
+        known = self._cache.get(name)
+        if known is not None and known.codes is self._buffers[f"{name}_codes"]:
+            return known
+        n, k, resident, inputs = self._matrices[name]
+        codes, scale, zero = (self.get_buffer(f"{name}_{part}") for part in ("codes", "scale", "zero"))
+        if inputs is not None and inputs.channel_scale is not None:
+            inputs = replace(inputs, channel_scale=self.get_buffer(f"{name}_channel_scale"))
+        found = PackedMatrix(codes, scale, zero, n, k, self._shadow(name), resident, inputs)
+        # accelerate gives an offloaded module its buffers for one forward: remembering them would keep them all.
+        if not getattr(getattr(self, "_hf_hook", None), "offload", False):
+            self._cache[name] = found
+        return found
 
     def describe(self, name: str) -> str:
         """Bits of weights, and what is done to the inputs of a matrix, for `repr`."""
