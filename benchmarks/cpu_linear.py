@@ -43,7 +43,7 @@ def openvino_linear(packed: PackedMatrix, x: torch.Tensor) -> Callable[[], objec
     scale = ops.constant(packed.scale.float().numpy().astype("float16")[..., None])
     centred = ops.subtract(ops.convert(codes, "f16"), ops.convert(zero, "f16"))
     weight = ops.convert(ops.reshape(ops.multiply(centred, scale), ops.constant([n, k]), False), "f32")
-    parameter = ops.parameter([-1, k], "f32")
+    parameter = ops.parameter([-1, k], ov.Type.f32)
     model = ov.Model([ops.matmul(parameter, weight, False, True)], [parameter])
     compiled = ov.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": 1})
     request, values = compiled.create_infer_request(), x.float().numpy()
