@@ -21,6 +21,8 @@ HESSIAN_BLOCK = 4096
 # Statistics of more tokens than this for each input channel change nothing that could be measured: every second token
 # (or third, ...) is then taken.
 ENOUGH_PER_CHANNEL = 50
+# Outputs are formed for so many held-out tokens at a time.
+FLOOR_TOKENS = 1024
 
 
 @dataclass
@@ -142,11 +144,15 @@ class Evidence:
 
     def _add_floor(self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None) -> None:
         first, dtype = len(x_TK) - len(source_TK), part.held.product_dtype
-        apart_TK = (source_TK.float() - x_TK[first:].float()).to(dtype)
-        for number, weight_NK in enumerate(self.weights_NK):
-            moved_TN = (apart_TK @ weight_NK[:, part.columns].to(dtype).T).float().square_()
-            sums_N = moved_TN.sum(0) if weight_T is None else weight_T[first:].float() @ moved_TN
-            part.floor[number] += sums_N.double().cpu()
+        weights = [weight_NK[:, part.columns].to(dtype) for weight_NK in self.weights_NK]
+        for start in range(0, len(source_TK), FLOOR_TOKENS):
+            tokens = slice(start, min(start + FLOOR_TOKENS, len(source_TK)))
+            seen = slice(first + tokens.start, first + tokens.stop)
+            apart_TK = (source_TK[tokens].float() - x_TK[seen].float()).to(dtype)
+            for sums_N, weight_NK in zip(part.floor, weights, strict=True):
+                moved_TN = (apart_TK @ weight_NK.T).float().square_()
+                added_N = moved_TN.sum(0) if weight_T is None else weight_T[seen].float() @ moved_TN
+                sums_N += added_N.double().cpu()
 
     def _thinned(
         self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None

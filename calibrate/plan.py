@@ -122,6 +122,8 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     weights = sum(item.n * item.k for item in items)
     blocks = sum(item.n * -(-item.k // settings.quant.group_size) for item in items)
     offering = shadowed(items, family, eight)
+    # Hidden states of the pass that counts who is routed where; they are gone before the streams begin.
+    candidates = settings.windows_to_read * settings.seqlen * hidden * 4 if settings.choose_samples and experts else 0
     eight_weights = sum(item.n * item.k for item in items if item.name in eight)
     packed = (weights + eight_weights) // 2 + blocks * (
         checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1)
@@ -136,7 +138,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         quantized_weights=weights,
         export_bytes=packed + kept,
         journal_bytes=packed + candidate_bytes(offering, settings.quant.shadow_budget),
-        stream_bytes=pieces.stream_bytes + pieces.scratch_bytes,
+        stream_bytes=max(pieces.stream_bytes + pieces.scratch_bytes, candidates),
         peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,
         least_memory_bytes=pieces.least_bytes,
