@@ -1,7 +1,7 @@
 """What integer activations cost: layer errors by kind of input, and KL to the source, of the same INT4 weights.
 
     python benchmarks/activations.py --source MODEL --tokens tokens.safetensors --export EXPORT [--channel EXPORT2] \\
-        [--windows 8] [--error-windows 2] [--json out.json]
+        [--modes none int8 int4-block] [--windows 8] [--error-windows 2] [--json out.json]
 
 EXPORT was calibrated without integer activations: its runtime is told to round inputs in each of the modes that need
 nothing from calibration (`int8`, `int4-block`). EXPORT2 was calibrated with `--activations int4-channel`. Both run on
@@ -87,6 +87,9 @@ def main() -> None:
     for name in ("--source", "--tokens", "--export"):
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--channel", type=Path)
+    parser.add_argument(
+        "--modes", nargs="+", choices=DYNAMIC, default=DYNAMIC, help="first: what others are held against"
+    )
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--error-windows", type=int, default=2)
     parser.add_argument("--json", type=Path)
@@ -96,7 +99,7 @@ def main() -> None:
     source = load(args.source, dtype=torch.float32)
     with torch.inference_mode():
         logs = [source(ids_T[None]).logits[0].float().log_softmax(-1) for ids_T in tokens_WT]
-    jobs = [(mode, args.export) for mode in DYNAMIC] + ([("int4-channel", args.channel)] if args.channel else [])
+    jobs = [(mode, args.export) for mode in args.modes] + ([("int4-channel", args.channel)] if args.channel else [])
     rows, base_W, loaded = [], None, {}
     for mode, folder in jobs:
         if folder not in loaded:

@@ -2,9 +2,10 @@
 
 Letters: T tokens, K in, B blocks of 64 along K.
 
-The activation formats are those of quant/activation.py: "int8" one scale a token; "int4-channel" a fixed scale a
-channel, already folded into the weights, and one factor a token; "int4-block" one scale and zero-point a token and
-block of 64. Codes are int8 with the zero-point taken off in every format, so that one integer dot serves all.
+The activation formats are those of quant/activation.py: "int8" one scale a token and block of 64; "int4-channel"
+a fixed scale a channel, already folded into the weights, and one factor a token; "int4-block" one scale and zero-point
+a token and block of 64. Codes are int8 with the zero-point taken off in every format, so that one integer dot serves
+all.
 """
 
 from __future__ import annotations

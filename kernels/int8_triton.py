@@ -39,22 +39,24 @@ class Tokens(NamedTuple):
 @triton.jit
 def _quantize(
     x_ptr, codes_ptr, scale_ptr, sums_ptr, k, blocks, x_stride, codes_stride,
-    LEVELS: tl.constexpr, BY_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    LEVELS: tl.constexpr, BY_BLOCK: tl.constexpr, SYMMETRIC: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_BJ = tl.load(x_ptr + token * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
     low_B, high_B = tl.minimum(tl.min(x_BJ, axis=1), 0.0), tl.maximum(tl.max(x_BJ, axis=1), 0.0)
-    if BY_BLOCK:
+    bottom_B, top_B = tl.zeros((BLOCKS,), tl.float32) - LEVELS, tl.zeros((BLOCKS,), tl.float32) + LEVELS
+    if not SYMMETRIC:
         scale_B = tl.maximum(high_B / LEVELS - low_B / LEVELS, TINY)
         share_B = (-low_B / 2) / tl.maximum(high_B / 2 - low_B / 2, TINY)
         zero_B = (share_B * LEVELS + 12582912.0) - 12582912.0
         bottom_B, top_B = -zero_B, LEVELS - zero_B
+    elif BY_BLOCK:
+        scale_B = tl.maximum(tl.maximum(high_B, -low_B) / LEVELS, TINY)
     else:
         peak = tl.max(tl.maximum(high_B, -low_B), axis=0)
         scale_B = tl.zeros((BLOCKS,), tl.float32) + tl.maximum(peak / LEVELS, TINY)
-        bottom_B, top_B = tl.zeros((BLOCKS,), tl.float32) - LEVELS, tl.zeros((BLOCKS,), tl.float32) + LEVELS
     ratio = x_BJ / scale_B[:, None]
     rounded = (ratio + 12582912.0) - 12582912.0  # nearest, ties to even: what is above 2^23 has no fraction
     codes_BJ = tl.minimum(tl.maximum(rounded, bottom_B[:, None]), top_B[:, None]).to(tl.int32)
@@ -134,14 +136,15 @@ def quantize(x_TK: Tensor, activations: str) -> Tokens:
     """Tokens to integer codes with their scales and block sums, one program a token; formats as in inputs.py."""
     tokens, k = x_TK.shape
     blocks, width = block_count(k), padded_k(k)
-    by_block = activations == "int4-block"
+    by_block = activations != "int4-channel"
     codes = torch.empty(tokens, width, dtype=torch.int8, device=x_TK.device)
     scale = torch.empty(tokens, blocks if by_block else 1, dtype=torch.float32, device=x_TK.device)
     sums = torch.empty(tokens, blocks, dtype=torch.int32, device=x_TK.device)
     x_TK = x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()
     _quantize[(tokens,)](
         x_TK, codes, scale, sums, k, blocks, x_TK.stride(0), width, LEVELS=inputs.LEVELS[activations],
-        BY_BLOCK=by_block, BLOCKS=triton.next_power_of_2(width // GROUP_SIZE), num_warps=8,
+        BY_BLOCK=by_block, SYMMETRIC=activations != "int4-block", BLOCKS=triton.next_power_of_2(width // GROUP_SIZE),
+        num_warps=8,
     )  # fmt: skip
     return Tokens(codes, scale, sums)
 

@@ -36,16 +36,22 @@ SCALES = "eampq/eampq-00001-of-00001.safetensors"
 GATE = "model.layers.0.mlp.experts.1.gate_proj"
 
 
+def eight_bits(block):
+    step = block.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, (block / step).round().clamp(-127, 127) * step, 0.0)
+
+
 def rounded(x_TK, mode, scale_K=None):
-    """x as float64 after rounding, by the definitions: int8 and int4-channel have one symmetric range a token, the
-    latter after division by the channel scales; int4-block has 16 levels from a block's lowest to its highest."""
+    """x as float64 after rounding, by the definitions: int8 has a symmetric range a token and block, int4-channel one a
+    token, after division by the channel scales; int4-block has 16 levels from a block's lowest to its highest."""
     x_TK = x_TK.double() if scale_K is None else x_TK.double() / scale_K.double()
     if mode == "none":
         return x_TK
-    if mode != "int4-block":
-        levels = 127 if mode == "int8" else 7
-        step = x_TK.abs().amax(-1, keepdim=True) / levels
-        return torch.where(step > 0, (x_TK / step).round().clamp(-levels, levels) * step, 0.0)
+    if mode == "int4-channel":
+        step = x_TK.abs().amax(-1, keepdim=True) / 7
+        return torch.where(step > 0, (x_TK / step).round().clamp(-7, 7) * step, 0.0)
+    if mode == "int8":
+        return torch.cat([eight_bits(block) for block in x_TK.split(64, dim=-1)], dim=-1)
     out = x_TK.clone()
     for start in range(0, x_TK.shape[1], 64):
         block = x_TK[:, start : start + 64]
