@@ -8,8 +8,8 @@ A matrix is computed from one of five forms, made at its first use and remembere
     int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 48 rows; bf16 arithmetic
     wide    nothing: above 48 rows the codes are widened a slice of rows at a time into bf16 matrix products
     small   matrices of up to 65,536 weights stay widened: calling a kernel would cost more than it saves
-    int8    one INT8 number a weight and one scale a row, the shadow merged in, for any number of rows; inputs are
-            rounded to 8 bits a token (int8_cpu.py). Only by choice: `resident="int8"`
+    int8    one INT8 number a weight and one scale a row, the shadow merged in; inputs are rounded to 8 bits a token
+            (int8_cpu.py). Only by choice, `resident="int8"`, and not for one token, where native is as fast
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from glm5_quant.kernels.layout import (
 
 INT4_ROWS = 48
 PLAIN_ROWS = 4
+FEWER_THAN_INT8 = 3  # tokens an expert on average, up to which exact C kernels are faster than INT8 weights
 WIDE_WEIGHTS = 1 << 23  # 16 MiB of bf16; smaller slices make the matrix product slower than they save
 NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
 TILE_ROWS = 64  # and lays them out in tiles of 64, so slices of whole tiles can be converted one by one
@@ -56,7 +57,7 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> 
     if not x_TK.shape[0]:
         return x_TK.new_empty(0, packed.n)
     seen_TK = transform(x_TK, packed.inputs)
-    if packed.resident == "int8":
+    if packed.resident == "int8" and not (x_TK.shape[0] == 1 and native.suits(1)):
         out_TN = int8_cpu.linear(Rows.of(seen_TK), int8_form(packed))
     else:
         out_TN = _four(seen_TK, packed, torch.float32 if bias_N is not None else x_TK.dtype)
@@ -77,6 +78,15 @@ def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     return out_TN.reshape(*x_TK.shape[:-1], n)
 
 
+def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor) -> Tensor | None:
+    """x @ ((codes - 128) * scale)^T in bf16, x [..., K]; None without native kernels."""
+    n, k = codes_NK.shape
+    tokens = x_TK.numel() // k
+    if not tokens or not native.suits(tokens):
+        return None
+    return native.eight(x_TK.reshape(tokens, k), codes_NK, scale_NB, torch.bfloat16).reshape(*x_TK.shape[:-1], n)
+
+
 def experts(
     x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix,
     activation: str = "silu",
@@ -84,7 +94,7 @@ def experts(
     """The routed layer, [T, D] in x's dtype: each expert over its own tokens, added in the order of the experts."""
     if gate_up.resident != down.resident:
         raise ValueError(f"gate_up and down need the same residence, found {gate_up.resident} and {down.resident}")
-    if _native_experts(x_TD, gate_up, down, activation):
+    if _native_experts(x_TD, index_TA.numel(), gate_up, down, activation):
         return native.experts(transform(x_TD, gate_up.inputs), index_TA, weight_TA, gate_up, down)
     act = reference.ACTIVATIONS[activation]
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
@@ -146,9 +156,11 @@ def _one_expert(x: Rows | Tensor, stack: PackedMatrix, e: int) -> Tensor:
     return int8_cpu.linear(x, int8_form(packed)) if isinstance(x, Rows) else _four(x, packed)
 
 
-def _native_experts(x_TD: Tensor, gate_up: PackedMatrix, down: PackedMatrix, activation: str) -> bool:
-    """Whether the C kernels compute a whole routed layer: nothing happens between gate, up and down but silu."""
-    plain = gate_up.resident == "int4" and down.inputs is None and activation == "silu"
+def _native_experts(x_TD: Tensor, pairs: int, gate_up: PackedMatrix, down: PackedMatrix, activation: str) -> bool:
+    """Whether the C kernels compute a whole routed layer: nothing happens between gate, up and down but silu, and
+    INT8 weights, if they are allowed, would not be faster."""
+    few = pairs <= FEWER_THAN_INT8 * gate_up.codes.shape[0]
+    plain = (gate_up.resident == "int4" or few) and down.inputs is None and activation == "silu"
     return plain and x_TD.dtype == torch.bfloat16 and native.suits(x_TD.shape[0])
 
 

@@ -87,6 +87,18 @@ def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     return functional.linear(x_TK, weight_NK, bias_N) if learns else cpu.plain(x_TK, weight_NK, bias_N)
 
 
+def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor) -> Tensor | None:
+    """x @ ((codes - 128) * scale)^T in bf16 by our CPU kernel, x [..., K], a scale for each 64 inputs.
+
+    None where that kernel does not compute (not bf16, not on a CPU that has it, under torch.compile): callers restore
+    the weights.
+    """
+    on_cpu = x_TK.dtype == HALVES[1] and x_TK.device.type == codes_NK.device.type == "cpu"
+    if not on_cpu or torch.compiler.is_compiling() or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
+        return None
+    return cpu.eight(x_TK, codes_NK, scale_NB)
+
+
 def choose_backend(x: Tensor, packed: PackedMatrix, backend: str | None = None) -> str:
     """The backend that will compute: the environment's, else the argument's, else by this rule.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from glm5_quant.kernels import dispatch
-from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow
+from glm5_quant.kernels.layout import GROUP_SIZE, Inputs, PackedMatrix, Shadow
 from glm5_quant.quant.eight import ZERO
 from glm5_quant.quant.grid import Grid, dequantize
 
@@ -105,7 +105,8 @@ class PackedLinear(_PackedModule):
 class EightLinear(nn.Module):
     """A linear layer on 8-bit codes (quant/eight.py): x [..., K] -> [..., N] in x's dtype.
 
-    Weights are restored some rows at a time and multiplied as usual: half the memory of 16 bits, but no faster.
+    On a CPU our kernel reads the codes; elsewhere weights are restored some rows at a time and multiplied as usual, in
+    half the memory of 16 bits but no faster.
     `rows`: indices [R] of output rows that are computed from a weight of their own [R, K] instead.
     """
 
@@ -131,12 +132,17 @@ class EightLinear(nn.Module):
         self.register_buffer("row_weight", None if rows is None else rows[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        step = max(EIGHT_WEIGHTS // self.in_features, 1)
-        parts = [F.linear(x, self._rows(start, start + step, x.dtype)) for start in range(0, self.out_features, step)]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        codes, scale = self.get_buffer("codes"), self.get_buffer("scale")
+        found = dispatch.eight(x, codes, scale) if self.group_size == GROUP_SIZE else None
+        out = self._restored(x) if found is None else found
         if self.row_index is not None:
             out[..., self.row_index] = F.linear(x, self.get_buffer("row_weight").to(x.dtype))
         return out if self.bias is None else (out + self.bias).to(x.dtype)
+
+    def _restored(self, x: Tensor) -> Tensor:
+        step = max(EIGHT_WEIGHTS // self.in_features, 1)
+        parts = [F.linear(x, self._rows(start, start + step, x.dtype)) for start in range(0, self.out_features, step)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         codes_NK, scale_NB = self.get_buffer("codes")[start:stop], self.get_buffer("scale")[start:stop].float()

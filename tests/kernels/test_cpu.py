@@ -163,7 +163,18 @@ def test_what_the_cpu_path_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) ->
         choose_backend(x.to("meta"), packed, "cpu")
     monkeypatch.setattr(int8_cpu, "has_vnni", lambda: False)
     with pytest.raises(ValueError, match="need a CPU with VNNI"):
-        linear(x, replace(random_packed(8, 64)[0], resident="int8"), backend="cpu")
+        linear(x.expand(2, -1), replace(random_packed(8, 64)[0], resident="int8"), backend="cpu")
+
+
+@pytest.mark.skipif(not native.suits(1), reason="no native kernels on this machine")
+@needs_vnni
+def test_one_token_is_exact_with_eight_bit_weights_too() -> None:
+    packed, weight = random_packed(64, 128)
+    packed = replace(packed, resident="int8")
+    x = random_tokens(1, 128, torch.bfloat16)
+    assert relative_error(linear(x, packed), x.double() @ weight.T) < BF16 and "int8" not in packed.forms
+    assert relative_error(linear(x.expand(2, -1), packed), x.expand(2, -1).double() @ weight.T) < INT8
+    assert "int8" in packed.forms
 
 
 @needs_vnni

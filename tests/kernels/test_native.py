@@ -21,6 +21,7 @@ from support_kernels import (
 from glm5_quant.kernels import native
 from glm5_quant.kernels.dispatch import experts, linear
 from glm5_quant.kernels.layout import from_codes
+from glm5_quant.model.modules import EightLinear
 
 EXACT, BF16 = 1e-6, 6e-3
 needs_native = pytest.mark.skipif(native.library() is None, reason="no native kernels on this machine")
@@ -123,6 +124,25 @@ def test_eight_bit_codes_and_plain_bf16_weights(n: int, k: int, dtype: torch.dty
         assert relative_error(found, x.double() @ weight.bfloat16().double().T) < BF16
     with pytest.raises(ValueError, match="one scale for 64"):
         native.eight(x, codes, scale[:, :0], torch.float32)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_eight_bit_head_is_the_same_with_and_without_the_kernels(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not there:
+        monkeypatch.setattr(native, "suits", lambda tokens: False)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (97, 190), dtype=torch.uint8, generator=generator)
+    scale = torch.rand(97, 3, generator=generator).add_(0.5).mul_(1e-3).bfloat16()
+    weight = (codes.double() - 128) * scale.double()[:, torch.arange(190) // 64]
+    numeric = random_tokens(2, 190, torch.bfloat16, seed=5)
+    weight[[3, 90]] = numeric.double()
+    head = EightLinear(codes, scale, group_size=64, rows=(torch.tensor([3, 90]), numeric))
+    x = random_tokens(6, 190, torch.bfloat16).reshape(2, 3, 190)
+    out = head(x)
+    assert out.shape == (2, 3, 97) and out.dtype == torch.bfloat16
+    assert relative_error(out, x.double() @ weight.T) < BF16
 
 
 @needs_native
