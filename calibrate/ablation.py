@@ -5,7 +5,7 @@ It costs little because rows do not touch each other: 64 of a matrix tell what i
 solved on the tokens that are fitted on, and judged on those kept out, against the source stream, as in the record of
 the whole matrix. One thing is chosen on the tokens that judge it: the strength of the target correction, one number of
 five. Folded rotation is in the weights before anything is solved, and compensation is fitted to a whole layer: neither
-is a step here.
+is a step here. Where only one stream is followed (`fast`), errors are those of the layer alone, on its own inputs.
 """
 
 from __future__ import annotations

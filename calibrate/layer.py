@@ -23,7 +23,7 @@ from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.coverage import Routed, by_expert
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
-from glm5_quant.calibrate.router import refit_router
+from glm5_quant.calibrate.router import refit_layer
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
@@ -41,8 +41,8 @@ from glm5_quant.calibrate.taps import (
     install,
     swapped,
 )
-from glm5_quant.model.checkpoint import DTYPES, Checkpoint
-from glm5_quant.model.families import Linear, disk_name, read_linear
+from glm5_quant.model.checkpoint import Checkpoint
+from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
 from glm5_quant.model.layers import LayerRunner
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
@@ -101,13 +101,17 @@ class Context:
     def two_streams(self) -> bool:
         return bool(self.settings.quant.alphas)
 
-    def evidence(self, k: int, tokens: int) -> Evidence:
-        """Moments of k channels for so many tokens; without the gap, and nothing held out, where they are too few."""
+    def evidence(self, k: int, tokens: int, *, hold: bool = False) -> Evidence:
+        """Moments of k channels for so many tokens; without the gap, and nothing held out, where they are too few.
+
+        With `hold`, tokens are held out where only one stream is followed, for the ablation: they join in the end.
+        """
         gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
+        hold = hold and not self.two_streams and not self.settings.quant.choose_trust
         return Evidence.empty(
             k,
             tokens=tokens,
-            held_from=self.held_from if gap else self.ids_WT.numel(),
+            held_from=self.held_from if gap or hold else self.ids_WT.numel(),
             gap=gap,
             device=self.settings.device,
             product_dtype=self.dtype,
@@ -181,7 +185,9 @@ class LayerSolver:
         if context.shadowed:
             self.solve = partial(self.solve, shadows=self.shadows)
         self.ablation = Ablation(config=context.settings.quant, scale_dtype=context.scale_dtype, names=context.shadowed)
-        if index in sampled_layers(context.runner.layer_count):
+        sampled = index in sampled_layers(context.runner.layer_count)
+        self.evidence = partial(context.evidence, hold=sampled)
+        if sampled:
             self.solve = partial(self.solve, ablation=self.ablation)
 
     @torch.no_grad()
@@ -231,7 +237,7 @@ class LayerSolver:
         context, single = self.context, len(self.context.chunks) == 1
         tokens = context.ids_WT.numel()
         evidence = {
-            g: context.evidence(taps[group[0]].in_features, tokens).of([taps[n].weight for n in group])
+            g: self.evidence(taps[group[0]].in_features, tokens).of([taps[n].weight for n in group])
             for g, group in enumerate(groups)
         }
         current: dict[str, Any] = {"inputs": kept, "first": 0}
@@ -338,7 +344,10 @@ class LayerSolver:
             return None, replays
         chosen_TK, scale_TK = self._route(flat.get("source", flat["quantized"]))
         if self.context.settings.quant.refit_router:
-            self._refit_router(flat, chosen_TK)
+            refit = refit_layer(self.context, self.index, self.module, flat, chosen_TK, lambda x: self._route(x)[0])
+            self.router = refit.record
+            self.notes += refit.notes
+            self.result.tensors |= refit.tensors
         routed = by_expert(chosen_TK, scale_TK, len(experts))
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
         lean = self.context.settings.quant.pool_kappa > 0
@@ -365,7 +374,7 @@ class LayerSolver:
                 tokens,
                 streams,
                 solve=self.solve,
-                evidence=self.context.evidence,
+                evidence=self.evidence,
                 pool=pool,
                 chunk_tokens=self.context.chunk_tokens,
                 keep_bytes=self.context.keep_bytes,
@@ -426,37 +435,6 @@ class LayerSolver:
                 block(part.view(-1, seqlen if len(part) % seqlen == 0 else len(part), part.shape[-1]))
         chosen = torch.cat([call[1] for call in keep.calls])
         return chosen, torch.cat([call[2] for call in keep.calls]).float()
-
-    def _refit_router(self, flat: dict[str, Tensor], chosen_TA: Tensor) -> None:
-        """Fit the router to the quantized stream; the new weight goes to the journal, where it is better."""
-        context, router = self.context, self.module.get_submodule(f"{self.family.block}.{self.family.router}")
-        weight = dict(router.named_parameters(recurse=False)).get("weight")
-        runtime = f"model.layers.{self.index}.{self.family.block}.{self.family.router}.weight"
-        name = disk_name(context.checkpoint, self.family, runtime)
-        if weight is None or weight.ndim != 2 or name is None:
-            self.notes.append("router kept: it is no single matrix")
-            return
-        if "source" not in flat or not context.held_windows:
-            self.notes.append("router kept: no second stream, or no token held out, to fit and judge it by")
-            return
-        x_TD, first = flat["quantized"], context.held_from
-        evidence = Evidence.empty(
-            x_TD.shape[1], tokens=len(x_TD), held_from=first, gap=True, device=context.settings.device
-        )
-        for start in range(0, first, context.chunk_tokens):
-            part = slice(start, min(start + context.chunk_tokens, first))
-            evidence.add(x_TD[part], flat["source"][part], start)
-        stored = DTYPES.get(context.checkpoint.info(name).dtype, torch.float32)
-        self.router, new = refit_router(
-            router,
-            evidence,
-            lambda x: self._route(x)[0],
-            (x_TD[first:], chosen_TA[first:]),
-            stored,
-            context.settings.quant.target_delta,
-        )
-        if new is not None:
-            self.result.tensors[name] = new
 
     # -- to the next boundary ----------------------------------------------------------------------------------------
 

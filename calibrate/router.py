@@ -9,19 +9,62 @@ raise agreement on the other half too. The correction bias of the router is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.model.checkpoint import DTYPES
+from glm5_quant.model.families import disk_name
 from glm5_quant.model.journal import RouterRecord
 from glm5_quant.quant.target import target_direction
+
+if TYPE_CHECKING:
+    from glm5_quant.calibrate.layer import Context
 
 STRENGTHS = (1.0, 0.5, 0.25)
 
 # The experts [T, A] that the block's own code chooses for inputs [T, D].
 Route = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refit:
+    """What a layer's refit came to; `tensors` holds the new weight under its name on disk, where it was kept."""
+
+    record: RouterRecord | None = None
+    notes: list[str] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def refit_layer(
+    context: Context, index: int, module: nn.Module, flat: Mapping[str, Tensor], chosen_TA: Tensor, route: Route
+) -> Refit:
+    """Fit the router of layer `index` to the quantized stream. `flat`: the block's inputs [T, D] in both streams;
+    `chosen_TA`: what the source chose."""
+    family = context.runner.family
+    path = f"{family.block}.{family.router}"
+    router = module.get_submodule(path)
+    weight = dict(router.named_parameters(recurse=False)).get("weight")
+    name = disk_name(context.checkpoint, family, f"model.layers.{index}.{path}.weight")
+    if weight is None or weight.ndim != 2 or name is None:
+        return Refit(notes=["router kept: it is no single matrix"])
+    if "source" not in flat or not context.held_windows:
+        return Refit(notes=["router kept: no second stream, or no token held out, to fit and judge it by"])
+    x_TD, first = flat["quantized"], context.held_from
+    evidence = Evidence.empty(
+        x_TD.shape[1], tokens=len(x_TD), held_from=first, gap=True, device=context.settings.device
+    )
+    for start in range(0, first, context.chunk_tokens):
+        part = slice(start, min(start + context.chunk_tokens, first))
+        evidence.add(x_TD[part], flat["source"][part], start)
+    stored = DTYPES.get(context.checkpoint.info(name).dtype, torch.float32)
+    delta = context.settings.quant.target_delta
+    record, new = refit_router(router, evidence, route, (x_TD[first:], chosen_TA[first:]), stored, delta)
+    return Refit(record=record, tensors={} if new is None else {name: new})
 
 
 def refit_router(

@@ -115,6 +115,14 @@ def test_one_expert_of_a_layer_is_looked_at_and_taking_apart_changes_no_code(
         assert journal.layer_file(layer).read_bytes() == other.layer_file(layer).read_bytes()
 
 
-def test_without_held_out_tokens_there_is_no_table(tmp_path: Path) -> None:
-    report = small(tiny("llama", tmp_path / "m"), tmp_path / "w", preset="fast")
-    assert report.ablation == []
+def test_a_preset_of_one_stream_has_a_table_too_and_is_solved_as_well_as_without_it(tmp_path: Path) -> None:
+    model = tiny("llama", tmp_path / "m")
+    report = small(model, tmp_path / "a", preset="fast", num_samples=32)
+    assert [worth.part for worth in report.ablation] == [PLAIN, "weighted grid"]
+    assert report.ablation[1].gain > 0
+    bare = small(model, tmp_path / "b", preset="fast", num_samples=32, held_out=0.0)
+    assert bare.ablation == []
+    for layer in range(report.layers):
+        one, two = (open_journal(r.journal).record(layer).modules for r in (report, bare))
+        for name in one:
+            assert one[name].error == pytest.approx(two[name].error, rel=0.02), name
