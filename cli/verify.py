@@ -72,12 +72,13 @@ def show_report(report: VerifyReport, json: bool) -> None:
 def _facts(report: VerifyReport) -> list[tuple[str, object]]:
     errors = sorted(sample.error for sample in report.samples)
     middle = f"median {errors[len(errors) // 2]:.4f}, largest {errors[-1]:.4f}" if errors else None
+    eight = f" ({report.eight_bit:,} in 8 bits)" if report.eight_bit else ""
     bits = "" if report.bits_per_weight is None else f", {report.bits_per_weight:.3f} bits a weight"
     return [
         ("folder", report.folder),
         ("verdict", "whole and readable" if report.ok else f"{len(report.problems)} problems"),
         ("tensors", f"{report.tensors:,}, {human_bytes(report.tensor_bytes)}"),
-        ("quantized", f"{report.packed_linears:,} matrices{bits}"),
+        ("quantized", f"{report.packed_linears:,} matrices{eight}{bits}"),
         ("unpacked", f"{report.unpacked_matrices:,} matrices, all of them in the ignore list" if report.ok else None),
         ("format", None if report.symmetric is None else "symmetric" if report.symmetric else "asymmetric"),
         ("sidecar", ", ".join(report.features) or "nothing"),

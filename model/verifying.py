@@ -53,13 +53,15 @@ class Structure:
 class VerifyReport:
     """What `verify` found. The folder is good when `ok`; `problems` say what is wrong, `warnings` what is odd.
 
-    `tensor_bytes`: all base tensors; `bits_per_weight`: over the packed matrices. `samples` are empty without a source.
+    `eight_bit`: of the packed matrices, those in 8 bits. `tensor_bytes`: all base tensors; `bits_per_weight`: over the
+    packed matrices. `samples` are empty without a source.
     """
 
     folder: Path
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     packed_linears: int
+    eight_bit: int
     unpacked_matrices: int
     tensors: int
     tensor_bytes: int
@@ -111,6 +113,7 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
         problems=tuple(problems),
         warnings=tuple(warnings),
         packed_linears=len(exported.shapes) if exported else 0,
+        eight_bit=len(exported.eight) if exported else 0,
         unpacked_matrices=len(_unpacked_modules(checkpoint)),
         tensors=len(checkpoint.tensors),
         tensor_bytes=sum(info.nbytes for info in checkpoint.tensors.values()),
@@ -280,7 +283,7 @@ def _sample(
 
 def _relative_error(exported: Exported, extra: Checkpoint | None, original: Checkpoint, linear: Linear) -> float:
     weight_NK = read_linear(original, linear, torch.float32)
-    folded = exported.scheme.inputs.activations == "int4-channel"
+    folded = exported.scheme.inputs.activations == "int4-channel" and linear.name not in exported.eight
     scale_K = read_scale(extra, linear.name) if folded and extra is not None else None
     difference = torch.linalg.vector_norm(exported.weight(linear.name, scale_K) - weight_NK)
     size = torch.linalg.vector_norm(weight_NK)

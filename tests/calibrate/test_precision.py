@@ -68,7 +68,9 @@ def test_an_export_with_8_bit_parts_loads_and_has_the_logits_of_its_dequantized_
     model = tiny_glm(tmp_path / "m")
     quant = {"rotation": rotation, "compensation": False, "shadow_budget": 0.0}
     out = exported(model, tmp_path, quant=quant, **EVERYTHING)
-    assert verify(out, source=model).ok
+    report = verify(out, source=model)
+    assert report.ok
+    assert 0 < report.eight_bit < report.packed_linears
     found = open_exported(out)
     assert found is not None
     assert {"lm_head", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.shared_experts.up_proj"} <= found.eight
