@@ -130,6 +130,8 @@ def evaluate(
     for path in report or ():
         if Path(path).suffix not in FORMS:
             raise typer.BadParameter(f"{path} ends in none of {', '.join(FORMS)}", param_hint="--report")
+        if not Path(path).expanduser().parent.is_dir():
+            raise typer.BadParameter(f"{path}: no such folder", param_hint="--report")
     chosen: dict[str, Any] = {
         "window": window,
         "num_windows": num_windows,
@@ -207,15 +209,16 @@ def _other_settings(pairs: list[str], chosen: dict[str, Any]) -> dict[str, objec
 
 
 def show_result(result: EvalResult, reports: list[str], json: bool) -> None:
-    """Write the report files that were asked for, in the form that their endings name; print the tables or JSON."""
+    """Print the tables or JSON; write the report files that were asked for, in the form that their endings name."""
     from glm5_quant import eval as room
     from glm5_quant.model.atomic import write_bytes
 
+    # First what is sure to arrive: a disk that is full by now must not cost the result.
+    print(room.to_json(result) if json else room.to_table(result), end="", flush=True)
     for name in reports:
         path = Path(name).expanduser()
         write_bytes(path, getattr(room, FORMS[path.suffix])(result).encode())
         say(f"Report: {name}")
-    print(room.to_json(result) if json else room.to_table(result), end="")
 
 
 def write_traces(result: EvalResult, path: Path) -> None:

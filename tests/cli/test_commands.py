@@ -347,8 +347,8 @@ def test_eval_writes_reports_by_their_endings_and_routing_traces(
     assert "traces" not in json.loads(plain.read_text())
     traced = json.loads((where / "routing_trace.json").read_text())["traces"]
     assert traced[0]["layers"] == [{"layer": 1, "experts": [[3, 0]], "weights": [[0.6, 0.4]]}]
-    refused = _run("eval", "--work-dir", str(where), "--report", "page.doc")
-    assert refused.exit_code == 2
+    for bad in ("page.doc", str(tmp_path / "nowhere" / "page.html")):
+        assert _run("eval", "--work-dir", str(where), "--report", bad).exit_code == 2
 
 
 def test_eval_ends_with_3_when_a_gate_fails_and_with_1_when_figures_are_not_finite(
