@@ -107,3 +107,16 @@ def test_a_family_that_cannot_be_rotated_is_refused_before_anything_is_read(tmp_
     with pytest.raises(UserError, match="--rotation folded"):
         small(source, tmp_path / "w", dataset=tmp_path / "missing.txt", quant={"rotation": "folded"})
     assert not (tmp_path / "w" / "calibration").exists()
+
+
+@pytest.mark.parametrize("activations", ["none", "int4-channel"])
+def test_eight_bit_parts_are_of_the_rotated_weights_too(activations: str, tmp_path: Path) -> None:
+    source = tiny("llama", tmp_path / "m", scale=0.1, tie_word_embeddings=True)
+    settings = {"rotation": "folded", "activations": activations, "alphas": ()}
+    small(source, tmp_path / "w", quant=settings, int8=("attention", "lm_head", "embed_tokens"))
+    export(source, tmp_path / "w" / "calibration", tmp_path / "out")
+    assert verify(tmp_path / "out", source).ok
+    ids = torch.randint(0, 240, (1, 24), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        ours, original = (load(x, dtype=torch.float32)(ids).logits for x in (tmp_path / "out", source))
+    assert kl(original, ours) < 0.3 * kl(original, torch.zeros_like(original))
