@@ -88,7 +88,7 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--channel", type=Path)
     parser.add_argument(
-        "--modes", nargs="+", choices=DYNAMIC, default=DYNAMIC, help="first: what others are held against"
+        "--modes", nargs="*", choices=DYNAMIC, default=DYNAMIC, help="first: what others are held against"
     )
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--error-windows", type=int, default=2)

@@ -177,6 +177,10 @@ def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float 
             f"about {tokens_per_expert:.0f} tokens an expert if they were shared evenly, below the coverage target of "
             f"{settings.coverage_target}: use more --num-samples"
         )
+    if settings.quant.activations.startswith("int4") and settings.quant.rotation != "full":
+        found.append(
+            "inputs of 4 bits without --rotation full: each block's extreme channel takes the steps from the other 63"
+        )
     ragged = [item for item in items if item.k % settings.quant.group_size]
     if ragged:
         found.append(

@@ -143,3 +143,14 @@ def test_the_plan_counts_the_memory_of_the_sample(tmp_path: Path) -> None:
         for mode in ("none", "int4-channel")
     )
     assert scaled - plain == 4 * 4 * SAMPLE_TOKENS * 192
+
+
+@pytest.mark.parametrize("mode", ["int4-channel", "int4-block"])
+def test_inputs_of_four_bits_without_an_online_rotation_are_warned_about(mode: Any, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(tiny("llama", tmp_path / "m"))
+    plain, turned = (
+        make_plan(checkpoint, Settings(quant=QuantConfig(activations=mode, rotation=rotation)), tmp_path).warnings
+        for rotation in ("folded", "full")
+    )
+    assert any("--rotation full" in warning for warning in plain)
+    assert not any("--rotation full" in warning for warning in turned)
