@@ -145,9 +145,13 @@ class EightLinear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def _rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        codes_NK, scale_NB = self.get_buffer("codes")[start:stop], self.get_buffer("scale")[start:stop].float()
+        codes_NK, scale_NB = self.get_buffer("codes")[start:stop], self.get_buffer("scale")[start:stop]
+        if self.in_features % self.group_size == 0:
+            # In `dtype` throughout: codes are exact in 8 bits of mantissa, and the product is rounded once as below.
+            weight_NBJ = codes_NK.view(*scale_NB.shape, self.group_size).to(dtype).sub_(ZERO)
+            return weight_NBJ.mul_(scale_NB.to(dtype)[..., None]).view(codes_NK.shape)
         zero_NB = torch.full(scale_NB.shape, ZERO, dtype=torch.uint8, device=scale_NB.device)
-        return dequantize(codes_NK, Grid(scale=scale_NB, zero=zero_NB, group_size=self.group_size)).to(dtype)
+        return dequantize(codes_NK, Grid(scale=scale_NB.float(), zero=zero_NB, group_size=self.group_size)).to(dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
