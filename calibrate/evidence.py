@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.seen import Sample
-from glm5_quant.quant.statistics import Moments
+from glm5_quant.quant.statistics import Moments, accumulate_cross
 
 # Beyond this many input channels H is kept block-diagonal: GLM-5's o_proj reads 16,384, and one full H of that size,
 # factored, takes more memory than the rest of the run. Errors then feed back within a block only.
@@ -29,14 +29,26 @@ FLOOR_TOKENS = 1024
 class Part:
     """Moments of some neighbouring input channels: of the tokens to fit on, and of the held-out ones.
 
-    `floor` sums w (W (x - x~))^2 over the held-out tokens, float64 [N] for each matrix of the group: the part of the
-    error against the source stream that no choice for W^ changes.
+    `fit_lack_NK` and `held_lack_NK` sum w r x~^T, where r is what the quantized stream lacks of the source's (see
+    quant/target.py); None where the group does not write to the stream.
+    `floor` sums w (W (x - x~) + r)^2 over the held-out tokens, float64 [N] for each matrix of the group: the part of
+    the error against the source stream that no choice for W^ changes.
     """
 
     columns: slice
     fit: Moments
     held: Moments
+    fit_lack_NK: Tensor | None = None
+    held_lack_NK: Tensor | None = None
     floor: list[Tensor] = field(default_factory=list)
+
+    def lacks(self) -> tuple[Tensor | None, Tensor | None]:
+        """Mean r x~^T of the tokens to fit on and of the held-out ones, float32 [N, K]."""
+        tiny = torch.finfo(torch.float32).tiny
+        fit, held = (max(moments.gap_weight_sum, tiny) for moments in (self.fit, self.held))
+        if self.fit_lack_NK is None or self.held_lack_NK is None:
+            return None, None
+        return self.fit_lack_NK / fit, self.held_lack_NK / held
 
     def total(self) -> Moments:
         """Both together. The fit part is used up: its sums are added to in place, since H of GLM-5 is 151 MB."""
@@ -79,17 +91,22 @@ class Evidence:
         device: str,
         product_dtype: torch.dtype = torch.float32,
         sampled: bool = False,
+        writes: int = 0,
     ) -> Evidence:
         """Moments of nothing. `gap` follows the source stream beside the quantized one; `tokens` are to come; of those
-        that are fitted on, some are kept where `sampled`."""
+        that are fitted on, some are kept where `sampled`. `writes`: channels of the residual stream that the group
+        writes to, if it is to make up for what the stream lacks there; only where H is in one part."""
         stride = max(1, tokens // (ENOUGH_PER_CHANNEL * k))
         step = k if k <= LARGEST_HESSIAN else HESSIAN_BLOCK
+        lacking = writes if gap and step == k else 0
         return cls(
             [
                 Part(
                     slice(start, min(start + step, k)),
                     Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
                     Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
+                    torch.zeros(lacking, k, device=device) if lacking else None,
+                    torch.zeros(lacking, k, device=device) if lacking else None,
                 )
                 for start in range(0, k, step)
             ],
@@ -106,6 +123,11 @@ class Evidence:
         return self
 
     @property
+    def wants_lack(self) -> bool:
+        """Whether `add` is to be told what the stream lacks."""
+        return self.parts[0].fit_lack_NK is not None
+
+    @property
     def tokens(self) -> int:
         return self.parts[0].fit.tokens + self.parts[0].held.tokens
 
@@ -114,12 +136,20 @@ class Evidence:
         for part, other in zip(self.parts, pool.parts, strict=True):
             part.fit.lean_on(other.fit, kappa)
 
-    def add(self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None = None) -> None:
+    def add(
+        self,
+        x_TK: Tensor,
+        source_TK: Tensor | None,
+        index: Tensor | int,
+        weight_T: Tensor | None = None,
+        lack_TN: Tensor | None = None,
+    ) -> None:
         """Add T tokens. `index`: their first index, when they follow one another, or ascending indices [T].
 
-        The source stream may follow the last R of them only: source_TK [R, K].
+        The source stream may follow the last R of them only: source_TK [R, K], and lack_TN [R, N] with it.
         """
         if self.stride > 1:
+            lack_TN = self._followed(lack_TN, len(x_TK))
             x_TK, source_TK, index, weight_T = self._thinned(x_TK, source_TK, index, weight_T)
         count = x_TK.shape[0]
         first_source = count - (0 if source_TK is None else len(source_TK))
@@ -133,16 +163,23 @@ class Evidence:
             for moments, rows in ((part.fit, slice(0, cut)), (part.held, slice(cut, count))):
                 if rows.stop == rows.start:
                     continue
-                source = None
+                source, lack = None, None
                 if moments.gap_sum_KK is not None and source_TK is not None:
                     followed = slice(max(rows.start - first_source, 0), max(rows.stop - first_source, 0))
                     source = source_TK[followed, part.columns]
-                weight = None if weight_T is None else weight_T[rows]
-                moments.add(x_TK[rows, part.columns], weight, source)
+                    lack = None if lack_TN is None else lack_TN[followed]
+                x, weight = x_TK[rows, part.columns], None if weight_T is None else weight_T[rows]
+                moments.add(x, weight, source)
+                sum_NK = part.held_lack_NK if moments is part.held else part.fit_lack_NK
+                if lack is not None and sum_NK is not None:
+                    last = slice(len(x) - len(lack), None)
+                    accumulate_cross(sum_NK, lack, x[last], _rows(weight, last), moments.product_dtype)
                 if moments is part.held and source is not None:
-                    self._add_floor(part, x_TK[rows, part.columns], source, weight)
+                    self._add_floor(part, x, source, weight, lack)
 
-    def _add_floor(self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None) -> None:
+    def _add_floor(
+        self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None, lack_TN: Tensor | None
+    ) -> None:
         first, dtype = len(x_TK) - len(source_TK), part.held.product_dtype
         weights = [weight_NK[:, part.columns].to(dtype) for weight_NK in self.weights_NK]
         for start in range(0, len(source_TK), FLOOR_TOKENS):
@@ -150,7 +187,10 @@ class Evidence:
             seen = slice(first + tokens.start, first + tokens.stop)
             apart_TK = (source_TK[tokens].float() - x_TK[seen].float()).to(dtype)
             for sums_N, weight_NK in zip(part.floor, weights, strict=True):
-                moved_TN = (apart_TK @ weight_NK.T).float().square_()
+                moved_TN = (apart_TK @ weight_NK.T).float()
+                if lack_TN is not None:
+                    moved_TN += lack_TN[tokens]
+                moved_TN.square_()
                 added_N = moved_TN.sum(0) if weight_T is None else weight_T[seen].float() @ moved_TN
                 sums_N += added_N.double().cpu()
 
@@ -160,6 +200,12 @@ class Evidence:
         """Every `stride`-th token; what the source stream holds of those."""
         count, step = len(x_TK), self.stride
         index_T = torch.arange(index, index + count, device=x_TK.device) if isinstance(index, int) else index
-        if source_TK is not None:
-            source_TK = source_TK[(len(source_TK) - count) % step :: step]
-        return x_TK[::step], source_TK, index_T[::step], None if weight_T is None else weight_T[::step]
+        return x_TK[::step], self._followed(source_TK, count), index_T[::step], _rows(weight_T, slice(None, None, step))
+
+    def _followed(self, of_TK: Tensor | None, count: int) -> Tensor | None:
+        """Of what belongs to the last tokens of `count`, the rows that thinning keeps."""
+        return None if of_TK is None else of_TK[(len(of_TK) - count) % self.stride :: self.stride]
+
+
+def _rows(weight_T: Tensor | None, rows: slice) -> Tensor | None:
+    return None if weight_T is None else weight_T[rows]

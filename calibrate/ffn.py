@@ -15,6 +15,8 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
+# A lack is told in units of a network's output: a router weight below this counts as this.
+LEAST_SCALE = 0.01
 Solve = Callable[[list[Linear], list[Tensor], Evidence], list[Tensor]]
 # Sees a network's quantized outputs before the router's weights: its down-projection, token indices, outputs, weights.
 Watch = Callable[[Linear, Tensor | int, Tensor, Tensor | None], None]
@@ -55,6 +57,8 @@ class Streams:
     """Inputs and outputs of the feed-forward block in both streams, [all tokens, D]. `out` is added to in place.
 
     `source_x` is None when only the quantized stream is followed; it may hold the tokens from `source_from` on only.
+    `lack` is what the quantized residual stream lacks of the source's where `out` is added to it, [followed tokens, D]:
+    each down-projection makes up for what it can. None where outputs are not added as they are.
     """
 
     x: Tensor
@@ -62,6 +66,22 @@ class Streams:
     source_x: Tensor | None = None
     source_out: Tensor | None = None
     source_from: int = 0
+    lack: Tensor | None = None
+
+    def lack_of(self, index: Tensor | int, count: int, scale_T: Tensor | None) -> Tensor | None:
+        """What is lacking now, of a network's next `count` tokens, in units of its output: float32 [followed, D]."""
+        if self.lack is None or self.source_out is None:
+            return None
+        if isinstance(index, int):
+            rows: Tensor | slice = slice(max(index - self.source_from, 0), max(index + count - self.source_from, 0))
+            seen: Tensor | slice = slice(max(index, self.source_from), max(index + count, self.source_from))
+        else:
+            seen = index[index >= self.source_from]
+            rows = seen - self.source_from
+        lack_TD = self.lack[rows].float() + self.source_out[rows] - self.out[seen]
+        if scale_T is None:
+            return lack_TD
+        return lack_TD / scale_T[len(scale_T) - len(lack_TD) :, None].clamp(min=LEAST_SCALE)
 
 
 def solve_network(
@@ -70,7 +90,7 @@ def solve_network(
     streams: Streams,
     *,
     solve: Solve,
-    evidence: Callable[[int, int], Evidence],
+    evidence: Callable[..., Evidence],
     pool: Evidence | None,
     chunk_tokens: int,
     keep_bytes: int,
@@ -106,10 +126,12 @@ def solve_network(
     keep = tokens.seen_T is None and (total + followed) * network.down.k * dtype.itemsize <= keep_bytes
     kept = []
     source_down = network.read(network.down)
-    second = evidence(network.down.k, total).of([source_down])
+    writes = network.down.n if streams.lack is not None and tokens.seen_T is None else 0
+    second = evidence(network.down.k, total, writes).of([source_down])
     for part in _parts(total, chunk_tokens):
         hidden, source_hidden, index = run(part, seen)
-        second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part))
+        lack = streams.lack_of(index, len(hidden), _slice(tokens.scale_T, part)) if second.wants_lack else None
+        second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part), lack)
         if keep:
             kept.append((hidden, source_hidden, index))
     solved_down = solve([network.down], [source_down], second)[0]

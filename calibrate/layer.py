@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +19,14 @@ from torch import Tensor, nn
 
 from glm5_quant.calibrate.ablation import Ablation, sampled_layers
 from glm5_quant.calibrate.compensation import fit_compensation
+from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.coverage import Routed, by_expert
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
 from glm5_quant.calibrate.router import refit_layer
-from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
 from glm5_quant.calibrate.spill import Spill
-from glm5_quant.calibrate.stream import scratch
 from glm5_quant.calibrate.taps import (
     BlockReached,
     Handler,
@@ -41,93 +39,10 @@ from glm5_quant.calibrate.taps import (
     install,
     swapped,
 )
-from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
-from glm5_quant.model.layers import LayerRunner
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
 Side = dict[int, Tensor]
-
-
-@dataclass(kw_only=True)
-class Context:
-    """What every layer needs, owned by the run.
-
-    `chunks` are ranges of windows that go through a layer together; the source stream follows the windows from
-    `source_first` on; `token_weight_T` is each token's numeric weight or
-    None; `dtype` is the one layers run in and hidden states are kept in (statistics and sums are float32).
-    """
-
-    checkpoint: Checkpoint
-    runner: LayerRunner
-    settings: Settings
-    linears: dict[int, list[Linear]]
-    eight: frozenset[str]
-    ids_WT: Tensor
-    chunks: list[tuple[int, int]]
-    scale_dtype: torch.dtype
-    dtype: torch.dtype
-    chunk_tokens: int
-    keep_bytes: int
-    activation: Callable[[Tensor], Tensor]
-    source_first: int = 0
-    shadowed: frozenset[str] = frozenset()
-    scratch_folder: Path | None = None
-    spill_folder: Path | None = None
-    token_weight_T: Tensor | None = None
-    kwargs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer of zeros for all tokens; on disk where memory is short."""
-        return scratch(self.scratch_folder, shape, dtype).to(self.settings.device)
-
-    def chunks_of(self, name: str) -> list[tuple[int, int]]:
-        """The chunks as ranges of a stream's own windows."""
-        first = self.source_first if name == "source" else 0
-        return [(max(start - first, 0), stop - first) for start, stop in self.chunks if stop > first]
-
-    @property
-    def held_windows(self) -> int:
-        return self.settings.held_windows(len(self.ids_WT))
-
-    @property
-    def held_from(self) -> int:
-        """First held-out token's index."""
-        windows, seqlen = self.ids_WT.shape
-        return (windows - self.held_windows) * seqlen
-
-    @property
-    def two_streams(self) -> bool:
-        return bool(self.settings.quant.alphas)
-
-    def evidence(self, k: int, tokens: int, *, hold: bool = False) -> Evidence:
-        """Moments of k channels for so many tokens; without the gap, and nothing held out, where they are too few.
-
-        With `hold`, tokens are held out where only one stream is followed, for the ablation: they join in the end.
-        """
-        gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
-        hold = hold and not self.two_streams and not self.settings.quant.choose_trust
-        return Evidence.empty(
-            k,
-            tokens=tokens,
-            held_from=self.held_from if gap or hold else self.ids_WT.numel(),
-            gap=gap,
-            device=self.settings.device,
-            product_dtype=self.dtype,
-            sampled=self.sampled,
-        )
-
-    @property
-    def sampled(self) -> bool:
-        """Whether inputs are kept beside their moments: for the channel scales of activations."""
-        return self.settings.quant.activations == "int4-channel"
-
-    def layer_kwargs(self, layer: int, windows: int) -> dict[str, Any]:
-        """What the model's own forward hands to this layer for a batch of so many windows: masks, rotary angles."""
-        if windows not in self.kwargs:
-            self.kwargs[windows] = self.runner.kwargs_for(self.ids_WT[:windows])
-        return self.kwargs[windows][layer]
 
 
 @dataclass(kw_only=True)
@@ -237,7 +152,9 @@ class LayerSolver:
         context, single = self.context, len(self.context.chunks) == 1
         tokens = context.ids_WT.numel()
         evidence = {
-            g: self.evidence(taps[group[0]].in_features, tokens).of([taps[n].weight for n in group])
+            g: self.evidence(taps[group[0]].in_features, tokens, self._writes(group)).of(
+                [taps[n].weight for n in group]
+            )
             for g, group in enumerate(groups)
         }
         current: dict[str, Any] = {"inputs": kept, "first": 0}
@@ -247,7 +164,8 @@ class LayerSolver:
             weight = None
             if context.token_weight_T is not None:
                 weight = context.token_weight_T[current["first"] : current["first"] + x.shape[:-1].numel()]
-            evidence[group].add(x.flatten(0, -2), source, current["first"], weight)
+            lack = self._lack_before(current["chunk"]) if evidence[group].wants_lack else None
+            evidence[group].add(x.flatten(0, -2), source, current["first"], weight, lack)
 
         def solve(group: int) -> dict[str, Tensor]:
             names = groups[group]
@@ -258,7 +176,7 @@ class LayerSolver:
         solver.single = single
 
         def before(chunk: tuple[int, int]) -> None:
-            current["first"] = chunk[0] * context.ids_WT.shape[1]
+            current["first"], current["chunk"] = chunk[0] * context.ids_WT.shape[1], chunk
             solver.last = chunk == context.chunks[-1]
             if not single and "source" in self.inputs and len(solver.solved) < len(taps):
                 _set_handler(taps, recorder)
@@ -323,6 +241,17 @@ class LayerSolver:
     def _in_attention(self, item: Linear) -> bool:
         return item.module.startswith(self.family.attention_path + ".")
 
+    def _writes(self, names: list[str]) -> int:
+        """Channels of the residual stream that these linears write to."""
+        return next((self.linears[name].n for name in names if self.linears[name].role == "o_proj"), 0)
+
+    def _lack_before(self, chunk: tuple[int, int]) -> Tensor:
+        """What the quantized stream lacks of the source's before this layer, float32 [a chunk's followed tokens, D]."""
+        first = self.context.source_first
+        source = self.inputs["source"][max(chunk[0] - first, 0) : max(chunk[1] - first, 0)]
+        quantized = self.inputs["quantized"][max(chunk[0], first) : max(chunk[1], first)]
+        return (source.float() - quantized.float()).flatten(0, 1)
+
     # -- feed-forward ------------------------------------------------------------------------------------------------
 
     def _feed_forward(self, passed: dict[str, Passed]) -> tuple[list[int] | None, dict[str, dict[str, Tensor]]]:
@@ -336,10 +265,14 @@ class LayerSolver:
                 experts.setdefault(item.expert, []).append(item)
         replays: dict[str, dict[str, Tensor]] = {name: {} for name in flat}
         everyone = Tokens(weight_T=self.context.token_weight_T)
+        lack = self._lack_between(passed) if self.context.corrects_stream and "source" in passed else None
         if always:
             path = always[0].module.rpartition(".")[0]
-            for name, out in self._solve([(self._network(always), everyone)], flat).items():
+            for name, out in self._solve([(self._network(always), everyone)], flat, lack=lack).items():
                 replays[name][path] = out
+            if lack is not None and experts:
+                first = len(replays["quantized"][path]) - len(lack)
+                lack += (replays["source"][path] - replays["quantized"][path][first:]).to(lack.dtype)
         if not experts:
             return None, replays
         chosen_TK, scale_TK = self._route(flat.get("source", flat["quantized"]))
@@ -352,12 +285,28 @@ class LayerSolver:
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
         lean = self.context.settings.quant.pool_kappa > 0
         pool = self._pool(flat) if lean or min(routed.counts) == 0 else None
-        for name, out in self._solve(jobs, flat, pool).items():
+        for name, out in self._solve(jobs, flat, pool, lack).items():
             replays[name][f"{self.family.block}.{self.family.experts}"] = out
         return routed.counts, replays
 
+    def _lack_between(self, passed: dict[str, Passed]) -> Tensor:
+        """What the quantized stream lacks after the attention, [followed tokens, D], in the layers' dtype."""
+        first = self.context.source_first
+        lack = self.context.scratch(passed["source"].attention.shape, self.context.dtype)
+        for window in range(len(lack)):
+            source = self.inputs["source"][window].float() + passed["source"].attention[window].float()
+            mine = (
+                self.inputs["quantized"][first + window].float() + passed["quantized"].attention[first + window].float()
+            )
+            lack[window] = source - mine
+        return lack.flatten(0, 1)
+
     def _solve(
-        self, jobs: Iterable[tuple[Network, Tokens]], flat: dict[str, Tensor], pool: Evidence | None = None
+        self,
+        jobs: Iterable[tuple[Network, Tokens]],
+        flat: dict[str, Tensor],
+        pool: Evidence | None = None,
+        lack: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Solve networks one after the other; the sum of their outputs by stream, [T, D]."""
         outputs = {name: self.context.scratch(x.shape, torch.float32) for name, x in flat.items()}
@@ -367,6 +316,7 @@ class LayerSolver:
             source_x=flat.get("source"),
             source_out=outputs.get("source"),
             source_from=self.context.source_first * self.context.ids_WT.shape[1],
+            lack=lack,
         )
         for network, tokens in jobs:
             solve_network(

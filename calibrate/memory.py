@@ -64,7 +64,7 @@ def cut(items: list[Linear], settings: Settings, hidden: int, family: Family, dt
     if settings.quant.activations == "int4-channel":  # the sample, and what is made of it while scales are searched
         fixed += 4 * _F32 * SAMPLE_TOKENS * max(one.k for one in items)
     boundaries = 2 * streams * tokens * hidden * item
-    buffers = streams * tokens * hidden * (2 * item + 2 * _F32)
+    buffers = streams * tokens * hidden * (2 * item + 2 * _F32) + (streams - 1) * tokens * hidden * item
     on_disk = fixed + boundaries + buffers > cap * 3 // 4
     # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
     per_window = settings.seqlen * item * 3 * (sum(one.n for one in first) + hidden * 4)

@@ -23,7 +23,7 @@ from glm5_quant.model.journal import RouterRecord
 from glm5_quant.quant.target import target_direction
 
 if TYPE_CHECKING:
-    from glm5_quant.calibrate.layer import Context
+    from glm5_quant.calibrate.context import Context
 
 STRENGTHS = (1.0, 0.5, 0.25)
 

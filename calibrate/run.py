@@ -22,9 +22,10 @@ from torch import Tensor
 
 from glm5_quant import __version__
 from glm5_quant.calibrate.choose import chosen_windows
+from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
-from glm5_quant.calibrate.layer import Context, LayerOutcome, LayerSolver
+from glm5_quant.calibrate.layer import LayerOutcome, LayerSolver
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.memory import run_dtype
 from glm5_quant.calibrate.plan import Plan, make_plan

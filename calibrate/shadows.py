@@ -68,6 +68,7 @@ class Solution:
     hessian_KK: Tensor
     total: Moments
     held: Moments
+    held_lack_NK: Tensor | None = None
     trust: float | None = None
     seen: Seen = field(default_factory=Seen)
 
@@ -156,6 +157,8 @@ class ShadowFinder:
         unseen_NS = (weight_NK - solution.seen.plain(restored_NK)) @ held_KS
         if held.gap_KK is not None:
             unseen_NS += weight_NK @ (held.gap_KK @ basis_KS)
+        if solution.held_lack_NK is not None:
+            unseen_NS += solution.held_lack_NK @ basis_KS
         return unseen_changes(reach_NS, within_SS, unseen_NS, basis_KS.T @ held_KS)
 
     def _trust(self, solution: Solution) -> float:

@@ -148,7 +148,8 @@ def _solve_part(
     *,
     in_eight: bool = False,
 ) -> SolvedPart:
-    targets = [_target(weight, part.fit, part.held, config) for weight in weights_NK]
+    lacks = part.lacks()
+    targets = [_target(weight, part.fit, part.held, config, *lacks) for weight in weights_NK]
     trust = _trust(part, config, seen)
     if take_apart is not None:
         take_apart(weights_NK, [target.weight_NK for target in targets], part, trust)
@@ -158,7 +159,7 @@ def _solve_part(
         solved = Solved(*round_eight(stacked, group_size=config.group_size, scale_dtype=scale_dtype), error=None)
     else:
         solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
-    judge = _Judge(total, held, config, scale_dtype)
+    judge = _Judge(total, held, lacks[1], config, scale_dtype)
     judged, row = [], 0
     for number, (weight, target) in enumerate(zip(weights_NK, targets, strict=True)):
         rows = slice(row, row + weight.shape[0])
@@ -177,6 +178,7 @@ def _solve_part(
                 hessian_KK=hessian,
                 total=total,
                 held=held,
+                held_lack_NK=lacks[1],
                 trust=trust,
                 seen=seen,
             ),
@@ -224,13 +226,23 @@ def packed_tensors(
     return tensors
 
 
-def _target(weight_NK: Tensor, fit: Moments, held: Moments, config: QuantConfig) -> Target:
-    """The damped target, its strength judged on held-out tokens; the weight itself where that cannot be judged."""
+def _target(
+    weight_NK: Tensor,
+    fit: Moments,
+    held: Moments,
+    config: QuantConfig,
+    fit_lack_NK: Tensor | None,
+    held_lack_NK: Tensor | None,
+) -> Target:
+    """The damped target, its strength judged on held-out tokens; the weight itself where that cannot be judged.
+
+    The lacks are those of `Part.lacks`.
+    """
     enough = fit.n_eff >= MIN_TOKENS_PER_CHANNEL * weight_NK.shape[1]
     if not config.alphas or not enough or fit.gap_KK is None or held.gap_KK is None or not held.tokens:
         return Target(weight_NK=weight_NK)
-    direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta)
-    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff)
+    direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta, fit_lack_NK)
+    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff, held_lack_NK)
     return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha)
 
 
@@ -241,8 +253,16 @@ class _Judge:
     as long as solving otherwise.
     """
 
-    def __init__(self, total: Moments, held: Moments, config: QuantConfig, scale_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        total: Moments,
+        held: Moments,
+        held_lack_NK: Tensor | None,
+        config: QuantConfig,
+        scale_dtype: torch.dtype,
+    ) -> None:
         k, device = len(total.sum_KK), total.sum_KK.device
+        self.lack_NK = held_lack_NK
         self.config, self.scale_dtype = config, scale_dtype
         self.total_KK = (total.hessian_KK if total.tokens else torch.eye(k, device=device)).to(total.product_dtype)
         self.held_KK = held.hessian_KK.to(held.product_dtype) if held.tokens else None
@@ -250,7 +270,7 @@ class _Judge:
         self.gap_KK = None if gap_KK is None else gap_KK.to(held.product_dtype)
 
     def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float) -> Judged:
-        """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~)|^2."""
+        """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~) + r|^2."""
         group_size, symmetric = self.config.group_size, self.config.symmetric
         plain = minmax_grid(weight_NK, group_size=group_size, symmetric=symmetric, scale_dtype=self.scale_dtype)
         rounded_NK = dequantize(quantize(weight_NK, plain), plain).sub_(weight_NK)
@@ -261,6 +281,8 @@ class _Judge:
             held_rtn += _size(rounded_NK, self.held_KK)
         if self.gap_KK is not None:
             moved_NK = (weight_NK.to(self.gap_KK.dtype) @ self.gap_KK).float()
+            if self.lack_NK is not None:
+                moved_NK += self.lack_NK
             held_wrong -= 2 * float((error_NK * moved_NK).sum(dtype=torch.float64))
             held_rtn -= 2 * float((rounded_NK * moved_NK).sum(dtype=torch.float64))
         return Judged(

@@ -42,7 +42,8 @@ class Family:
     `side` is the keyword under which a layer's second output goes into the next layer.
     `stream_readers` are modules outside what is quantized that read the residual stream, each with the norm whose
     output it reads; the router of an MoE block is one without being named. `unrotatable` says why the stream of this
-    family cannot be rotated inside the weights (model/rotated.py).
+    family cannot be rotated inside the weights (model/rotated.py). `adds_plainly`: outputs of attention and MLP are
+    added to the residual stream as they are, without a norm, gate or factor of the layer's.
     """
 
     model_type: str
@@ -62,6 +63,7 @@ class Family:
     free_heads: bool = False
     stream_readers: tuple[tuple[str, str], ...] = ()
     unrotatable: str | None = None
+    adds_plainly: bool = True
     renames: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -91,6 +93,7 @@ FAMILIES: dict[str, Family] = {
             model_type="qwen2_moe",
             sparse="step",
             shared="shared_expert",
+            adds_plainly=False,
             stream_readers=(("post_attention_layernorm", "mlp.shared_expert_gate"),),
         ),
         Family(
@@ -107,6 +110,7 @@ FAMILIES: dict[str, Family] = {
             block="block_sparse_moe",
             disk_block="block_sparse_moe",
             router="router",
+            adds_plainly=False,
             fused=(("input_linear", "output_linear"), ("experts.gate_up_proj", "experts.down_proj")),
             renames=((".router.weight", ".router.layer.weight"),),
         ),
@@ -123,6 +127,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             model_type="glm4",
             dense=FUSED_MLP,
+            adds_plainly=False,
             unrotatable="norms with gains lie between the attention's and the MLP's outputs and the stream",
         ),
     )

@@ -24,13 +24,14 @@ class QuantConfig:
     choose_trust      let held-out tokens choose c for each group of matrices
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
     alphas            candidate strengths of the target correction toward the source stream; () = off
+    correct_stream    what is written to the residual stream also makes up for what the quantized stream lacks there
     target_delta      share of the mean diagonal of H added before its inverse in that correction
     rotation          64-point Hadamard on input channels: nowhere, where it folds into weights, or everywhere
     activations       number format of activations at run time
     shadow_budget     bytes of the FP16 residuals, as a share of the FP16 bytes of the experts
     shadow_dtype      format of the residual columns
     numeric_weight    lam of the token weight c^p * (1 + lam * numeric)
-    routing_exponent  p of that weight
+    routing_exponent  p of that weight; 2 is what a squared error of the layer's output weighs
     descent_sweeps    sweeps of coordinate descent over the codes after error feedback
     refit_scales      one least-squares refit of the scales with codes fixed, after rounding
     compensation      add gamma * predicted residual to layer outputs
@@ -47,13 +48,14 @@ class QuantConfig:
     choose_trust: bool = False
     pool_kappa: float = 0.0
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    correct_stream: bool = True
     target_delta: float = 0.1
     rotation: Rotation = "none"
     activations: Activations = "none"
     shadow_budget: float = 0.003
     shadow_dtype: Literal["float16", "int8"] = "float16"
     numeric_weight: float = 2.0
-    routing_exponent: int = 1
+    routing_exponent: int = 2
     descent_sweeps: int = 0
     refit_scales: bool = False
     compensation: bool = True
@@ -95,5 +97,5 @@ PRESETS: dict[str, QuantConfig] = {
         error_feedback=False, shrink=False, alphas=(), shadow_budget=0.0, compensation=False, numeric_weight=0.0
     ),
     "default": QuantConfig(),
-    "high": QuantConfig(rotation="full", choose_trust=True, descent_sweeps=2, refit_scales=True),
+    "high": QuantConfig(rotation="full", descent_sweeps=2, refit_scales=True),
 }

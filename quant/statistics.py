@@ -59,13 +59,27 @@ def accumulate_gap(
     """
     for start in range(0, x_TK.shape[0], LOW_CHUNK_TOKENS):
         part = slice(start, start + LOW_CHUNK_TOKENS)
-        left = source_TK[part].float() - x_TK[part].float()
+        apart_TK = source_TK[part].float() - x_TK[part].float()
+        accumulate_cross(gap_KK, apart_TK, x_TK[part], None if weight_T is None else weight_T[part], product_dtype)
+
+
+def accumulate_cross(
+    sum_NK: Tensor,
+    left_TN: Tensor,
+    x_TK: Tensor,
+    weight_T: Tensor | None = None,
+    product_dtype: torch.dtype = torch.float32,
+) -> None:
+    """sum += sum_t w_t left_t x_t^T, in place, float32; the product of a chunk is taken in `product_dtype`."""
+    for start in range(0, x_TK.shape[0], LOW_CHUNK_TOKENS):
+        part = slice(start, start + LOW_CHUNK_TOKENS)
+        left = left_TN[part].float()
         if weight_T is not None:
-            left *= weight_T[part, None].float()
+            left = left * weight_T[part, None].float()
         if product_dtype == torch.float32:
-            gap_KK.addmm_(left.T, x_TK[part].float())
+            sum_NK.addmm_(left.T, x_TK[part].float())
         else:
-            gap_KK += left.to(product_dtype).T @ x_TK[part].to(product_dtype)
+            sum_NK += left.to(product_dtype).T @ x_TK[part].to(product_dtype)
 
 
 def symmetric(upper_KK: Tensor) -> Tensor:

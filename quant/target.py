@@ -3,6 +3,9 @@
 Dimensions: N out, K in. x source stream, x~ quantized stream, H = mean x~ x~^T, G = mean (x - x~) x~^T.
 W + W G (H + delta I)^-1 would be ridge regression of the source's outputs on the inputs the layer will really see. Full
 strength overfits (the family of GPTAQ, QEP, Qronos), so only alpha of the way is gone, alpha by held-out error.
+
+A linear that writes to the residual stream can make up for more: P = mean r x~^T, r being what the quantized stream
+lacks of the source's where the linear's output is added. Ridge regression of W x + r on x~ has W G + P for W G.
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ from glm5_quant.quant.cholesky import cholesky
 MIN_TOKENS_PER_CHANNEL = 4
 
 
-def target_direction(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delta: float = 0.1) -> Tensor:
-    """D = W G (H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
+def target_direction(
+    weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delta: float = 0.1, lack_NK: Tensor | None = None
+) -> Tensor:
+    """D = (W G + P) (H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
+
+    lack_NK is P; None = 0.
 
     Matrices that share their moments (q/k/v, gate/up) are best stacked along N: the factor is then made once.
     Raises ValueError for shapes that do not fit.
@@ -29,8 +36,9 @@ def target_direction(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delt
     weight, gap_KK = weight_NK.float(), gap_KK.float()
     factor_KK = _ridge_factor(hessian_KK.float(), delta)
     # Solve for the smaller of the two right sides.
-    if n < k:
-        return torch.cholesky_solve((weight @ gap_KK).transpose(-1, -2), factor_KK).transpose(-1, -2)
+    if n < k or lack_NK is not None:
+        moved_NK = weight @ gap_KK if lack_NK is None else torch.addmm(lack_NK.float(), weight, gap_KK)
+        return torch.cholesky_solve(moved_NK.transpose(-1, -2), factor_KK).transpose(-1, -2)
     return weight @ torch.cholesky_solve(gap_KK.transpose(-1, -2), factor_KK).transpose(-1, -2)
 
 
@@ -60,8 +68,9 @@ def choose_alpha(
     held_gap_KK: Tensor,
     alphas: Sequence[float],
     n_eff: float,
+    held_lack_NK: Tensor | None = None,
 ) -> float:
-    """The alpha whose W + alpha D has the least held-out error E|W x - W* x~|^2; the smallest wins a tie.
+    """The alpha whose W + alpha D has the least held-out error E|W x + r - W* x~|^2; the smallest wins a tie.
 
     The error is quadratic in alpha, so three traces decide among all candidates. 0 when alphas is empty or when there
     are fewer than 4 effective tokens per channel behind the direction.
@@ -70,5 +79,7 @@ def choose_alpha(
         return 0.0
     weight = weight_NK.float()
     linear = float((direction_NK * (weight @ held_gap_KK)).sum(dtype=torch.float64))
+    if held_lack_NK is not None:
+        linear += float((direction_NK * held_lack_NK).sum(dtype=torch.float64))
     square = float((direction_NK * (direction_NK @ held_hessian_KK)).sum(dtype=torch.float64))
     return min(sorted({0.0, *alphas}), key=lambda alpha: alpha * alpha * square - 2.0 * alpha * linear)

@@ -119,6 +119,36 @@ def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     assert torch.allclose(total.gap_KK, (source - x).T @ x / 10, atol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [10, 200])
+def test_what_the_stream_lacks_is_summed_over_the_followed_tokens_of_each_side(tokens: int) -> None:
+    x, source, lack, weight = torch.randn(10, 4), torch.randn(7, 4), torch.randn(7, 3), torch.rand(10)
+    evidence = Evidence.empty(4, tokens=tokens * 2, held_from=6, gap=True, device="cpu", writes=3)
+    assert evidence.wants_lack
+    source_weight = torch.randn(3, 4)
+    evidence.of([source_weight]).add(x, source, 0, weight, lack)
+    (part,) = evidence.parts
+    step = evidence.stride
+    assert step == (1 if tokens == 10 else 2)
+    index = torch.arange(0, 10, step)
+    fit, held = index[(index >= 3) & (index < 6)], index[index >= 6]
+    for found, rows in zip(part.lacks(), (fit, held), strict=True):
+        assert found is not None
+        exact = (lack[rows - 3] * weight[rows, None]).T @ x[rows] / weight[rows].sum()
+        torch.testing.assert_close(found, exact)
+    apart = (source - x[3:]) @ source_weight.T + lack
+    exact_floor = (apart[held - 3].square().sum(1) * weight[held]).sum() / weight[held].sum()
+    assert part.floor_of(0) == pytest.approx(float(exact_floor), rel=1e-5)
+
+
+def test_nothing_is_lacking_where_a_group_does_not_write_or_its_inputs_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not Evidence.empty(4, tokens=9, held_from=9, gap=True, device="cpu").wants_lack
+    assert not Evidence.empty(4, tokens=9, held_from=9, gap=False, device="cpu", writes=2).wants_lack
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 3)
+    assert not Evidence.empty(4, tokens=9, held_from=9, gap=True, device="cpu", writes=2).wants_lack
+
+
 def test_with_tokens_in_plenty_every_second_one_is_taken_and_its_own_source() -> None:
     x, source = torch.randn(11, 2), torch.randn(11, 2)
     evidence = Evidence.empty(2, tokens=200, held_from=8, gap=True, device="cpu")

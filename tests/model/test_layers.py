@@ -27,7 +27,7 @@ from glm5_quant.model import layers as layers_module
 from glm5_quant.model.build import build_empty, fill, fp32_patterns
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.families import family_of
+from glm5_quant.model.families import FAMILIES, family_of
 from glm5_quant.model.layers import LayerRunner
 
 LARGE = 0.2  # weights this large make attention and routing sharp, so that a wrong mask or a lost side value shows
@@ -72,6 +72,21 @@ def test_logits_layer_by_layer_equal_those_of_the_whole_model(tmp_path: Path, mo
     expected = reference(folder, windows())
     assert expected.std() > 0.1
     assert relative(run(runner_of(folder), windows()), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", [name for name in ALL_TYPES if FAMILIES[name].adds_plainly])
+def test_what_attention_and_mlp_return_is_added_to_the_stream_as_it_is(tmp_path: Path, model_type: str) -> None:
+    runner, ids = runner_of(tiny(model_type, tmp_path, scale=LARGE)), windows()
+    hidden, side = runner.embed(ids), None
+    for index, kwargs in enumerate(runner.kwargs_for(ids)):
+        layer, outputs = runner.load_layer(index), list[Tensor]()
+        for path in (runner.family.attention_path, runner.family.block):
+            layer.get_submodule(path).register_forward_hook(
+                lambda _module, _args, out, into=outputs: into.append(out[0] if isinstance(out, tuple) else out)
+            )
+        after, side = runner.run_layer(layer, hidden, kwargs, side)
+        torch.testing.assert_close(after, hidden + outputs[0] + outputs[1])
+        hidden = after
 
 
 @pytest.mark.parametrize("model_type", MOE_TYPES)

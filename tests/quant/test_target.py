@@ -32,6 +32,23 @@ def test_full_strength_is_ridge_regression_of_source_outputs_on_quantized_inputs
     torch.testing.assert_close(damped_target(weight, h, g, 1.0).double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [6, 30])
+def test_what_the_stream_lacks_is_regressed_together_with_the_gap(rows: int) -> None:
+    weight, (source, x) = gaussian(rows, 20), streams(400, 20, 0.3)
+    lack = x @ gaussian(20, rows, seed=7) + gaussian(400, rows, seed=8)
+    h, g, p = x.T @ x / 400, (source - x).T @ x / 400, lack.T @ x / 400
+    ridge = h.double() + 0.1 * float(h.diagonal().mean()) * torch.eye(20)
+    wanted = (weight.double() @ g.double() + p.double()) @ torch.linalg.inv(ridge)
+    direction = target_direction(weight, h, g, 0.1, p)
+    torch.testing.assert_close(direction.double(), wanted, rtol=1e-4, atol=1e-4)
+    errors = {
+        a: float((source @ weight.T + lack - x @ (weight + a * direction).T).double().square().sum())
+        for a in (0.0, 0.5, 1.0)
+    }
+    assert choose_alpha(weight, direction, h, g, tuple(errors), 400, p) == min(errors, key=lambda a: errors[a]) == 1.0
+    assert choose_alpha(weight, direction, h, g, tuple(errors), 400) < 1.0
+
+
 def test_strength_is_linear_and_0_is_the_weight_itself() -> None:
     weight, (h, g) = gaussian(6, 20), moments(400, 20, 0.3)
     full = damped_target(weight, h, g, 1.0)
