@@ -203,9 +203,9 @@ class _Ladder:
 
 @dataclass(frozen=True, kw_only=True)
 class PartWorth:
-    """What one part was worth, put to those before it. `matrices` were looked at; `of_rtn` is the mean of their
-    held-out errors as shares of round-to-nearest's, with this part; `gain` the mean of what it took off that share,
-    and `gain_error` that mean's standard error over the matrices."""
+    """What one part was worth, put to those before it, for the `matrices` that have it. `of_rtn` is the mean over all
+    matrices looked at of their held-out errors as shares of round-to-nearest's, with the parts so far; `gain` the mean
+    of what this part took off that share, and `gain_error` that mean's standard error over the matrices."""
 
     part: str
     matrices: int
@@ -221,14 +221,14 @@ def worths(errors: Iterable[Mapping[str, float]]) -> list[PartWorth]:
     for number, part in enumerate(PARTS):
         shares, gains = [], []
         for one in matrices:
-            before = next((one[name] for name in reversed(PARTS[:number]) if name in one), None)
+            so_far = [one[name] / one[PLAIN] for name in PARTS[: number + 1] if name in one]
+            shares.append(so_far[-1])
             if part in one:
-                shares.append(one[part] / one[PLAIN])
-                gains.append(0.0 if before is None else (before - one[part]) / one[PLAIN])
-        if shares:
-            count, gain = len(shares), sum(gains) / len(gains)
+                gains.append(so_far[-2] - so_far[-1] if len(so_far) > 1 else 0.0)
+        if gains:
+            count, gain = len(gains), sum(gains) / len(gains)
             spread = sqrt(sum((g - gain) ** 2 for g in gains) / (count - 1) / count) if count > 1 else 0.0
-            worth = PartWorth(part=part, matrices=count, of_rtn=sum(shares) / count, gain=gain, gain_error=spread)
+            worth = PartWorth(part=part, matrices=count, of_rtn=sum(shares) / len(shares), gain=gain, gain_error=spread)
             found.append(worth)
     return found
 
