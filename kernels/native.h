@@ -16,7 +16,8 @@
 enum {
     GROUP = 64,            /* inputs with one scale */
     LANES = 16,            /* float32 numbers in a register */
-    FEW = 8,               /* tokens up to which rows are dotted along K */
+    FEW = 10,              /* tokens up to which rows are dotted along K */
+    EXACT = 2,             /* of these, up to which weights are not rounded */
     TILE = 12,             /* rows summed in registers, for 32 tokens */
     ROWS = 96, SHORT = 12, /* rows widened at once, and for up to 32 tokens */
     CHUNK = 512,           /* inputs widened at once */
@@ -100,6 +101,14 @@ INLINE __m512bh words(__m256i bytes, __m512i table) {
 INLINE Pair looked_up(__m512i plane, __m512i table) {
     const Pair pair = {words(_mm512_castsi512_si256(plane), table), words(_mm512_extracti64x4_epi64(plane, 1), table)};
     return pair;
+}
+
+extern float glm5_floats[16][16]; /* code - zero, by zero */
+
+/* bf16 of (code - zero) * scale, by code */
+INLINE __m512i scaled_table(float scale, uint8_t zero) {
+    const __m512 values = _mm512_mul_ps(_mm512_load_ps(glm5_floats[zero & 15]), _mm512_set1_ps(scale));
+    return _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(values));
 }
 
 /* a block of 8-bit codes times scale, or of bf16 weights as they are; what is beyond K is zero */

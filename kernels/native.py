@@ -35,7 +35,8 @@ FLAGS = (
 )  # fmt: skip
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
 COMPILE_SECONDS = 300
-FEW_ROWS = 8
+FEW_ROWS = 10
+EXACT_ROWS = 2
 _LOG = logging.getLogger(__name__)
 
 

@@ -93,8 +93,8 @@ int glm5_linear(const Matrix *m, const uint16_t *x, int64_t tokens, int64_t stri
     const int64_t padded = blocks_of(m) * GROUP, size = out_kind == F32 ? 4 : 2;
     for (int64_t first = 0, count; first < tokens; first += count) {
         count = tokens - first < TOKENS ? tokens - first : TOKENS;
-        /* one to four tokens beyond whole registers are faster alone */
-        if (count > LANES && count % LANES && count % LANES <= 4) count -= count % LANES;
+        /* one to eight tokens beyond whole registers are faster alone */
+        if (count > LANES && count % LANES <= LANES / 2) count -= count % LANES;
         void *to = (char *)out + first * m->n * size;
         Job job = {m, x + first * stride, NULL, count, stride, 0, m->n, m->n, to, out_kind};
         if (count > FEW ? pack(&job, padded) : padded != m->k && pad(&job, padded)) return 1;

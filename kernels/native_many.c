@@ -3,11 +3,11 @@
 
 #include "native.h"
 
-static float FLOATS[16][16] ALIGNED; /* code - zero, by zero */
+float glm5_floats[16][16] ALIGNED;
 
 __attribute__((constructor)) static void fill_floats(void) {
     for (int zero = 0; zero < 16; zero++)
-        for (int code = 0; code < 16; code++) FLOATS[zero][code] = (float)(code - zero);
+        for (int code = 0; code < 16; code++) glm5_floats[zero][code] = (float)(code - zero);
 }
 
 INLINE void transpose(__m512i v[16]) {
@@ -52,8 +52,7 @@ INLINE void keep(Pair pair, uint16_t *out) {
 }
 
 INLINE void widen_block(__m512i plane, float scale, uint8_t zero, uint16_t *out) {
-    const __m512 values = _mm512_mul_ps(_mm512_load_ps(FLOATS[zero & 15]), _mm512_set1_ps(scale));
-    keep(looked_up(plane, _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(values))), out);
+    keep(looked_up(plane, scaled_table(scale, zero)), out);
 }
 
 static void widen_wide(const Matrix *m, int64_t first, int64_t rows, int64_t start, int64_t stop, uint16_t *out) {
