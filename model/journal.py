@@ -87,8 +87,9 @@ class ModuleRecord(_Record):
 
     The held-out ones, on tokens kept out of the solve where there were any, are measured against the source stream:
     |W^ x~ - W x - r|^2 with x~ the input that the quantized layers before it leave, and r what the quantized residual
-    stream lacks of the source's where this matrix writes to it and is to make up for it (else 0). `held_out_rtn` has round-to-nearest in
-    the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no rounding here.
+    stream lacks of the source's where this matrix writes to it and is to make up for it (else 0). `held_out_rtn` has
+    round-to-nearest in the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no
+    rounding here.
     """
 
     role: str

@@ -26,7 +26,7 @@ from glm5_quant.quant.threads import one_thread
 BATCH_COLUMNS = 128
 # Rank-1 updates reach only this far; the rest of a batch is updated by small matmuls.
 SUB_COLUMNS = 16
-SLICE_WEIGHTS = 1 << 24
+SLICE_WEIGHTS = 1 << 22
 
 
 @dataclass(frozen=True)
