@@ -4,8 +4,8 @@
 
 Writes a `glm_moe_dsa` checkpoint of one layer (hidden 6,144, experts of 2,048, MLA attention and indexer of GLM-5's
 sizes, random bfloat16 weights), calibrates it with `glm5-quant calibrate` in a process of its own, and reports peak
-resident memory, seconds of one processor per expert, and what that means for 75 layers of 256 experts. Exit code 1 when the two peaks
-differ by more than 10% or one is above 4 GiB.
+resident memory, seconds of one processor per expert, and what that means for 75 layers of 256 experts. Exit code 1
+when the two peaks differ by more than 10% or one is above 4 GiB.
 """
 
 import argparse
