@@ -39,6 +39,7 @@ from glm5_quant.kernels.layout import (
 
 INT4_ROWS = 48
 PLAIN_ROWS = 4
+PLAIN_WEIGHTS = 2048  # smaller matrices take PyTorch less time than a call of ours
 FEWER_THAN_INT8 = 3  # tokens an expert on average, up to which exact C kernels are faster than INT8 weights
 WIDE_WEIGHTS = 1 << 23  # 16 MiB of bf16; smaller slices make the matrix product slower than they save
 NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
@@ -70,7 +71,7 @@ def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     """x @ W^T + bias, all bf16, x [..., K]; PyTorch's product reads its weights too slowly for a few rows."""
     n, k = weight_NK.shape
     tokens = x_TK.numel() // k
-    if not 0 < tokens <= PLAIN_ROWS or not native.suits(tokens):
+    if not 0 < tokens <= PLAIN_ROWS or n * k < PLAIN_WEIGHTS or not native.suits(tokens):
         return functional.linear(x_TK, weight_NK, bias_N)
     out_TN = native.dense(x_TK.reshape(tokens, k), weight_NK)
     if bias_N is not None:
