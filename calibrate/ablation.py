@@ -99,14 +99,13 @@ class _Group:
     floors: list[float]
     sizes: list[float]
     part: Part
-    lack_RK: Tensor | None
 
     @classmethod
     def of(cls, weights_NK: list[Tensor], targets_NK: list[Tensor], part: Part) -> _Group:
         rows = [_spread(len(weight)) for weight in weights_NK]
         picked = [weight[index] for weight, index in zip(weights_NK, rows, strict=True)]
         ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
-        held_KK, (_, lack_NK) = part.held.hessian_KK, part.lacks()
+        held_KK = part.held.hessian_KK
         return cls(
             weight_RK=torch.cat(picked),
             target_RK=torch.cat([target[index] for target, index in zip(targets_NK, rows, strict=True)]),
@@ -114,7 +113,6 @@ class _Group:
             floors=[part.floor_of(number, index) for number, index in enumerate(rows)],
             sizes=[float(quadratic_rows(weight, held_KK).sum(dtype=torch.float64)) for weight in picked],
             part=part,
-            lack_RK=None if lack_NK is None else lack_NK[rows[0]],
         )
 
     def errors(self, restored_RK: Tensor) -> list[float]:
@@ -122,10 +120,7 @@ class _Group:
         held, error_RK = self.part.held, restored_RK - self.weight_RK
         rows_R = quadratic_rows(error_RK, held.hessian_KK).double()
         if held.gap_KK is not None:
-            moved_RK = self.weight_RK @ held.gap_KK
-            if self.lack_RK is not None:
-                moved_RK += self.lack_RK
-            rows_R -= 2.0 * (error_RK * moved_RK).sum(-1).double()
+            rows_R -= 2.0 * (error_RK * (self.weight_RK @ held.gap_KK)).sum(-1).double()
         totals = [float(rows_R[one].sum()) + floor for one, floor in zip(self.slices, self.floors, strict=True)]
         return [max(total, 0.0) / size if size > 0 else 0.0 for total, size in zip(totals, self.sizes, strict=True)]
 

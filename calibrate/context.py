@@ -98,6 +98,11 @@ class Context:
         return self.two_streams and self.settings.quant.correct_stream and self.runner.family.adds_plainly
 
     @property
+    def weighs_stream(self) -> bool:
+        """Whether errors that a layer writes to the stream weigh relative to it."""
+        return self.settings.quant.relative_stream and self.runner.family.adds_plainly
+
+    @property
     def sampled(self) -> bool:
         """Whether inputs are kept beside their moments: for the channel scales of activations."""
         return self.settings.quant.activations == "int4-channel"

@@ -31,7 +31,7 @@ class Part:
 
     `fit_lack_NK` and `held_lack_NK` sum w r x~^T, where r is what the quantized stream lacks of the source's (see
     quant/target.py); None where the group does not write to the stream.
-    `floor` sums w (W (x - x~) + r)^2 over the held-out tokens, float64 [N] for each matrix of the group: the part of
+    `floor` sums w (W (x - x~))^2 over the held-out tokens, float64 [N] for each matrix of the group: the part of
     the error against the source stream that no choice for W^ changes.
     """
 
@@ -175,11 +175,9 @@ class Evidence:
                     last = slice(len(x) - len(lack), None)
                     accumulate_cross(sum_NK, lack, x[last], _rows(weight, last), moments.product_dtype)
                 if moments is part.held and source is not None:
-                    self._add_floor(part, x, source, weight, lack)
+                    self._add_floor(part, x, source, weight)
 
-    def _add_floor(
-        self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None, lack_TN: Tensor | None
-    ) -> None:
+    def _add_floor(self, part: Part, x_TK: Tensor, source_TK: Tensor, weight_T: Tensor | None) -> None:
         first, dtype = len(x_TK) - len(source_TK), part.held.product_dtype
         weights = [weight_NK[:, part.columns].to(dtype) for weight_NK in self.weights_NK]
         for start in range(0, len(source_TK), FLOOR_TOKENS):
@@ -187,10 +185,7 @@ class Evidence:
             seen = slice(first + tokens.start, first + tokens.stop)
             apart_TK = (source_TK[tokens].float() - x_TK[seen].float()).to(dtype)
             for sums_N, weight_NK in zip(part.floor, weights, strict=True):
-                moved_TN = (apart_TK @ weight_NK.T).float()
-                if lack_TN is not None:
-                    moved_TN += lack_TN[tokens]
-                moved_TN.square_()
+                moved_TN = (apart_TK @ weight_NK.T).float().square_()
                 added_N = moved_TN.sum(0) if weight_T is None else weight_T[seen].float() @ moved_TN
                 sums_N += added_N.double().cpu()
 

@@ -58,7 +58,8 @@ class Streams:
 
     `source_x` is None when only the quantized stream is followed; it may hold the tokens from `source_from` on only.
     `lack` is what the quantized residual stream lacks of the source's where `out` is added to it, [followed tokens, D]:
-    each down-projection makes up for what it can. None where outputs are not added as they are.
+    each down-projection makes up for what it can. None where outputs are not added as they are. `weight_T` is what a
+    token's error weighs there, for all tokens; None for ones.
     """
 
     x: Tensor
@@ -67,6 +68,14 @@ class Streams:
     source_out: Tensor | None = None
     source_from: int = 0
     lack: Tensor | None = None
+    weight_T: Tensor | None = None
+
+    def weight_of(self, index: Tensor | int, count: int, weight_T: Tensor | None) -> Tensor | None:
+        """Weights of `count` tokens in the statistics of a down-projection: the given ones, and the stream's own."""
+        if self.weight_T is None:
+            return weight_T
+        own_T = self.weight_T[index : index + count] if isinstance(index, int) else self.weight_T[index]
+        return own_T if weight_T is None else own_T * weight_T
 
     def lack_of(self, index: Tensor | int, count: int, scale_T: Tensor | None) -> Tensor | None:
         """What is lacking now, of a network's next `count` tokens, in units of its output: float32 [followed, D]."""
@@ -131,7 +140,8 @@ def solve_network(
     for part in _parts(total, chunk_tokens):
         hidden, source_hidden, index = run(part, seen)
         lack = streams.lack_of(index, len(hidden), _slice(tokens.scale_T, part)) if second.wants_lack else None
-        second.add(hidden, source_hidden, index, _slice(tokens.weight_T, part), lack)
+        weight = streams.weight_of(index, len(hidden), _slice(tokens.weight_T, part))
+        second.add(hidden, source_hidden, index, weight, lack)
         if keep:
             kept.append((hidden, source_hidden, index))
     solved_down = solve([network.down], [source_down], second)[0]

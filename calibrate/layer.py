@@ -158,6 +158,7 @@ class LayerSolver:
             for g, group in enumerate(groups)
         }
         current: dict[str, Any] = {"inputs": kept, "first": 0}
+        stream_T = self._stream_weight(None)
 
         def collect(group: int, x: Tensor) -> None:
             source = current["inputs"][group].flatten(0, -2) if current["inputs"] else None
@@ -165,6 +166,9 @@ class LayerSolver:
             if context.token_weight_T is not None:
                 weight = context.token_weight_T[current["first"] : current["first"] + x.shape[:-1].numel()]
             lack = self._lack_before(current["chunk"]) if evidence[group].wants_lack else None
+            if stream_T is not None and self._writes(groups[group]):
+                own = stream_T[current["first"] : current["first"] + x.shape[:-1].numel()]
+                weight = own if weight is None else own * weight
             evidence[group].add(x.flatten(0, -2), source, current["first"], weight, lack)
 
         def solve(group: int) -> dict[str, Tensor]:
@@ -245,6 +249,21 @@ class LayerSolver:
         """Channels of the residual stream that these linears write to."""
         return next((self.linears[name].n for name in names if self.linears[name].role == "o_proj"), 0)
 
+    def _stream_weight(self, attention: Tensor | None) -> Tensor | None:
+        """What a token's error in the residual stream weighs, 1 / |h|^2 with mean 1, float32 [T]; None for ones.
+
+        The next norm divides by |h|, and the first token of a window may be a thousand times as large as all others.
+        `attention` is what the attention added to the layer's input by then.
+        """
+        if not self.context.weighs_stream:
+            return None
+        squares = []
+        for window, hidden in enumerate(self.inputs["quantized"]):
+            now = hidden.float() if attention is None else hidden.float() + attention[window].float()
+            squares.append(now.square().sum(-1))
+        weight_T = 1.0 / torch.cat(squares).clamp(min=torch.finfo(torch.float32).tiny)
+        return weight_T / weight_T.mean()
+
     def _lack_before(self, chunk: tuple[int, int]) -> Tensor:
         """What the quantized stream lacks of the source's before this layer, float32 [a chunk's followed tokens, D]."""
         first = self.context.source_first
@@ -266,9 +285,12 @@ class LayerSolver:
         replays: dict[str, dict[str, Tensor]] = {name: {} for name in flat}
         everyone = Tokens(weight_T=self.context.token_weight_T)
         lack = self._lack_between(passed) if self.context.corrects_stream and "source" in passed else None
+        weight_T = self._stream_weight(passed["quantized"].attention)
         if always:
             path = always[0].module.rpartition(".")[0]
-            for name, out in self._solve([(self._network(always), everyone)], flat, lack=lack).items():
+            for name, out in self._solve(
+                [(self._network(always), everyone)], flat, lack=lack, weight_T=weight_T
+            ).items():
                 replays[name][path] = out
             if lack is not None and experts:
                 first = len(replays["quantized"][path]) - len(lack)
@@ -285,7 +307,7 @@ class LayerSolver:
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
         lean = self.context.settings.quant.pool_kappa > 0
         pool = self._pool(flat) if lean or min(routed.counts) == 0 else None
-        for name, out in self._solve(jobs, flat, pool, lack).items():
+        for name, out in self._solve(jobs, flat, pool, lack, weight_T).items():
             replays[name][f"{self.family.block}.{self.family.experts}"] = out
         return routed.counts, replays
 
@@ -307,6 +329,7 @@ class LayerSolver:
         flat: dict[str, Tensor],
         pool: Evidence | None = None,
         lack: Tensor | None = None,
+        weight_T: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Solve networks one after the other; the sum of their outputs by stream, [T, D]."""
         outputs = {name: self.context.scratch(x.shape, torch.float32) for name, x in flat.items()}
@@ -317,6 +340,7 @@ class LayerSolver:
             source_out=outputs.get("source"),
             source_from=self.context.source_first * self.context.ids_WT.shape[1],
             lack=lack,
+            weight_T=weight_T,
         )
         for network, tokens in jobs:
             solve_network(

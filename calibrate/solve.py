@@ -29,7 +29,7 @@ from glm5_quant.quant.packing import pack_bytes, pack_codes, pack_zeros
 from glm5_quant.quant.rounding import Solved, solve
 from glm5_quant.quant.shrinkage import choose_trust
 from glm5_quant.quant.statistics import Moments
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, target_direction
+from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, ridge, target_direction
 
 ROWS = 1024
 
@@ -43,10 +43,19 @@ class LayerResult(Spill):
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The weight the rounding aims at, and the strength of its correction toward the source stream."""
+    """The weight the rounding aims at, and the strength of its correction toward the source stream.
+
+    `shift_NK` is the part of the correction that makes up for what the residual stream lacks: no error of the matrix.
+    """
 
     weight_NK: Tensor
     alpha: float = 0.0
+    shift_NK: Tensor | None = None
+
+    @property
+    def own_NK(self) -> Tensor:
+        """The target without that part."""
+        return self.weight_NK if self.shift_NK is None else self.weight_NK - self.shift_NK
 
 
 def solve_group(
@@ -152,20 +161,22 @@ def _solve_part(
     targets = [_target(weight, part.fit, part.held, config, *lacks) for weight in weights_NK]
     trust = _trust(part, config, seen)
     if take_apart is not None:
-        take_apart(weights_NK, [target.weight_NK for target in targets], part, trust)
+        take_apart(weights_NK, [target.own_NK for target in targets], part, trust)
     held, total = part.held, part.total()
     stacked, hessian = seen.weight(torch.cat([target.weight_NK for target in targets])), seen.moments(total.hessian_KK)
     if in_eight:
         solved = Solved(*round_eight(stacked, group_size=config.group_size, scale_dtype=scale_dtype), error=None)
     else:
         solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
-    judge = _Judge(total, held, lacks[1], config, scale_dtype)
+    judge = _Judge(total, held, config, scale_dtype)
     judged, row = [], 0
     for number, (weight, target) in enumerate(zip(weights_NK, targets, strict=True)):
         rows = slice(row, row + weight.shape[0])
         row = rows.stop
         grid = Grid(scale=solved.grid.scale[rows], zero=solved.grid.zero[rows], group_size=config.group_size)
         error = _effective(solved.codes[rows], grid, seen).sub_(weight)
+        if target.shift_NK is not None:
+            error -= target.shift_NK
         judged.append(judge(weight, error, target.alpha, part.floor_of(number)))
     if offer is not None:
         restored = dequantize(solved.codes, solved.grid)
@@ -243,7 +254,8 @@ def _target(
         return Target(weight_NK=weight_NK)
     direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta, fit_lack_NK)
     alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff, held_lack_NK)
-    return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha)
+    shift = None if fit_lack_NK is None else ridge(fit_lack_NK, fit.hessian_KK, config.target_delta).mul_(alpha)
+    return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha, shift_NK=shift)
 
 
 class _Judge:
@@ -253,16 +265,8 @@ class _Judge:
     as long as solving otherwise.
     """
 
-    def __init__(
-        self,
-        total: Moments,
-        held: Moments,
-        held_lack_NK: Tensor | None,
-        config: QuantConfig,
-        scale_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, total: Moments, held: Moments, config: QuantConfig, scale_dtype: torch.dtype) -> None:
         k, device = len(total.sum_KK), total.sum_KK.device
-        self.lack_NK = held_lack_NK
         self.config, self.scale_dtype = config, scale_dtype
         self.total_KK = (total.hessian_KK if total.tokens else torch.eye(k, device=device)).to(total.product_dtype)
         self.held_KK = held.hessian_KK.to(held.product_dtype) if held.tokens else None
@@ -270,7 +274,7 @@ class _Judge:
         self.gap_KK = None if gap_KK is None else gap_KK.to(held.product_dtype)
 
     def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float) -> Judged:
-        """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~) + r|^2."""
+        """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~)|^2."""
         group_size, symmetric = self.config.group_size, self.config.symmetric
         plain = minmax_grid(weight_NK, group_size=group_size, symmetric=symmetric, scale_dtype=self.scale_dtype)
         rounded_NK = dequantize(quantize(weight_NK, plain), plain).sub_(weight_NK)
@@ -281,8 +285,6 @@ class _Judge:
             held_rtn += _size(rounded_NK, self.held_KK)
         if self.gap_KK is not None:
             moved_NK = (weight_NK.to(self.gap_KK.dtype) @ self.gap_KK).float()
-            if self.lack_NK is not None:
-                moved_NK += self.lack_NK
             held_wrong -= 2 * float((error_NK * moved_NK).sum(dtype=torch.float64))
             held_rtn -= 2 * float((rounded_NK * moved_NK).sum(dtype=torch.float64))
         return Judged(

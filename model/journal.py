@@ -86,10 +86,9 @@ class ModuleRecord(_Record):
     """One quantized linear. Errors are relative: tr(E H E^T) / tr(W H W^T), on calibration tokens.
 
     The held-out ones, on tokens kept out of the solve where there were any, are measured against the source stream:
-    |W^ x~ - W x - r|^2 with x~ the input that the quantized layers before it leave, and r what the quantized residual
-    stream lacks of the source's where this matrix writes to it and is to make up for it (else 0). `held_out_rtn` has
-    round-to-nearest in the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no
-    rounding here.
+    |W^ x~ - W x|^2 with x~ the input that the quantized layers before it leave. `held_out_rtn` has round-to-nearest in
+    the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no rounding here. What
+    W^ makes up for on purpose of what the residual stream lacks is no error, and left out of all of them.
     """
 
     role: str

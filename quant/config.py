@@ -24,6 +24,7 @@ class QuantConfig:
     choose_trust      let held-out tokens choose c for each group of matrices
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
     alphas            candidate strengths of the target correction toward the source stream; () = off
+    relative_stream   tokens weigh 1 / |h|^2 where a matrix writes to the residual stream h: what the next norm sees
     correct_stream    what is written to the residual stream also makes up for what the quantized stream lacks there
     target_delta      share of the mean diagonal of H added before its inverse in that correction
     rotation          64-point Hadamard on input channels: nowhere, where it folds into weights, or everywhere
@@ -48,6 +49,7 @@ class QuantConfig:
     choose_trust: bool = False
     pool_kappa: float = 0.0
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    relative_stream: bool = True
     correct_stream: bool = True
     target_delta: float = 0.1
     rotation: Rotation = "none"

@@ -34,12 +34,18 @@ def target_direction(
     if k != hessian_KK.shape[-1] or gap_KK.shape != hessian_KK.shape:
         raise ValueError(f"weight has {k} columns, the moments {hessian_KK.shape[-1]} and {gap_KK.shape[-1]}")
     weight, gap_KK = weight_NK.float(), gap_KK.float()
-    factor_KK = _ridge_factor(hessian_KK.float(), delta)
     # Solve for the smaller of the two right sides.
-    if n < k or lack_NK is not None:
-        moved_NK = weight @ gap_KK if lack_NK is None else torch.addmm(lack_NK.float(), weight, gap_KK)
-        return torch.cholesky_solve(moved_NK.transpose(-1, -2), factor_KK).transpose(-1, -2)
-    return weight @ torch.cholesky_solve(gap_KK.transpose(-1, -2), factor_KK).transpose(-1, -2)
+    if lack_NK is not None:
+        return ridge(torch.addmm(lack_NK.float(), weight, gap_KK), hessian_KK, delta)
+    if n < k:
+        return ridge(weight @ gap_KK, hessian_KK, delta)
+    return weight @ ridge(gap_KK, hessian_KK, delta)
+
+
+def ridge(moved_NK: Tensor, hessian_KK: Tensor, delta: float) -> Tensor:
+    """moved (H + delta mean(diag H) I)^-1, float32 [..., N, K]."""
+    factor_KK = _ridge_factor(hessian_KK.float(), delta)
+    return torch.cholesky_solve(moved_NK.transpose(-1, -2), factor_KK).transpose(-1, -2)
 
 
 def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:

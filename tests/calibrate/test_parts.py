@@ -135,7 +135,7 @@ def test_what_the_stream_lacks_is_summed_over_the_followed_tokens_of_each_side(t
         assert found is not None
         exact = (lack[rows - 3] * weight[rows, None]).T @ x[rows] / weight[rows].sum()
         torch.testing.assert_close(found, exact)
-    apart = (source - x[3:]) @ source_weight.T + lack
+    apart = (source - x[3:]) @ source_weight.T
     exact_floor = (apart[held - 3].square().sum(1) * weight[held]).sum() / weight[held].sum()
     assert part.floor_of(0) == pytest.approx(float(exact_floor), rel=1e-5)
 
