@@ -110,7 +110,7 @@ def _card(export: ExportResult, result: EvalResult) -> str:
         lines.append(("number tokens that differ", with_interval(numeric.flips, True)))
     if export.dialogue is not None:
         growth = with_interval(export.dialogue.relative_growth, True)
-        lines.append((f"growth over {export.dialogue.turns} turns", growth))
+        lines.append((f"growth beyond source, {export.dialogue.turns} turns", growth))
     if export.equivalence is not None:
         lines.append(("drift", export.equivalence.verdict))
     if export.size_bytes is not None:

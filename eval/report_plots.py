@@ -101,7 +101,7 @@ def kl_turn_chart(result: EvalResult) -> Chart:
     for colour, (name, found) in enumerate(_dialogues(result)):
         raw = [(float(point.turn), point.kl, float(point.tokens)) for point in found.points if point.kl is not None]
         series.append(Series(name=name, points=smooth(raw, _width(found.turns)), colour=colour))
-    return "Divergence by turn", lines(series, "turn", "KL, nats per token"), "0 is the source."
+    return "Divergence by turn", lines(series, "turn", "KL, nats per token", level=0.0), "0 is the source."
 
 
 def number_turn_chart(result: EvalResult) -> Chart:

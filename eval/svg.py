@@ -95,7 +95,8 @@ def _dash(found: Series) -> str:
 def _line(found: Series, frame: Frame) -> str:
     colour, dash = COLOURS[found.colour % len(COLOURS)], _dash(found)
     path = "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in found.points)
-    style = 'stroke-width="1" opacity="0.25"' if found.faint else f'stroke-width="2.2" stroke-dasharray="{dash}"'
+    faint = f'stroke-width="1" opacity="{0.25 if len(found.points) <= 60 else 0.1}"'
+    style = faint if found.faint else f'stroke-width="2.2" stroke-dasharray="{dash}"'
     text = f'<path d="{path}" fill="none" stroke="{colour}" {style} clip-path="url(#plot)"/>'
     if len(found.points) <= 40 and not found.faint:
         places = [f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"' for x, y in found.points]
