@@ -118,8 +118,13 @@ def test_same_command_gives_equal_bytes_and_so_do_two_threads(tmp_path: Path) ->
     assert digest(tmp_path / "a") == digest(tmp_path / "b") == digest(tmp_path / "c")
 
 
-def test_many_chunks_solve_the_same_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention in chunks of two windows and experts in chunks of 100 tokens: equal up to the order of sums."""
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_many_chunks_solve_the_same_as_one(
+    dtype: torch.dtype, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention in chunks of two windows and experts in chunks of 100 tokens: equal up to the order of sums, and in
+    bfloat16 up to the rounding of each chunk's moments."""
+    monkeypatch.setattr("glm5_quant.calibrate.run.run_dtype", lambda *_: dtype)
     model = tiny("glm_moe_dsa", tmp_path / "m")
     small(model, tmp_path / "a")
 
@@ -132,8 +137,8 @@ def test_many_chunks_solve_the_same_as_one(tmp_path: Path, monkeypatch: pytest.M
     one, two = open_journal(tmp_path / "a" / "calibration"), open_journal(tmp_path / "b" / "calibration")
     for name in one.record(0).modules:
         same = (restored(one, 0, name) == restored(two, 0, name)).float().mean()
-        assert float(same) > 0.9, name
-        assert two.record(0).modules[name].error == pytest.approx(one.record(0).modules[name].error, rel=0.05)
+        assert float(same) > (0.999 if dtype == torch.float32 else 0.9), name
+        assert two.record(0).modules[name].error == pytest.approx(one.record(0).modules[name].error, rel=off)
     assert one.record(3).coverage == two.record(3).coverage
 
 
