@@ -122,7 +122,7 @@ def test_same_command_gives_equal_bytes_and_so_do_two_threads(tmp_path: Path) ->
 def test_many_chunks_solve_the_same_as_one(
     dtype: torch.dtype, off: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Attention in chunks of two windows and experts in chunks of 100 tokens: equal up to the order of sums. In bfloat16
+    """Attention in chunks of two windows, experts in chunks of 100 tokens: equal up to the order of sums. In bfloat16
     each chunk's moments are rounded, and one other code changes all that follow: equally good, then."""
     monkeypatch.setattr("glm5_quant.calibrate.run.run_dtype", lambda *_: dtype)
     model = tiny("glm_moe_dsa", tmp_path / "m")
