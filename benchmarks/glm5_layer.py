@@ -14,6 +14,7 @@ import platform
 import random
 import resource
 import shutil
+import string
 import subprocess
 import sys
 import time
@@ -132,23 +133,28 @@ def write_model(folder: Path, experts: int) -> None:
 def measure(folder: Path, experts: int, tokens: int, preset: str) -> dict:
     """Calibrate in a process of its own; peak memory as the system counted it."""
     text = folder.parent / f"text-{experts}.txt"
-    text.write_text("".join(random.Random(0).choice("abcdefghij 0123456789,.%") for _ in range(tokens + 600)))
+    letters = string.ascii_letters + string.digits + string.punctuation + " "
+    text.write_text("".join(random.Random(0).choices(letters, k=tokens + 600)))
     work = folder.parent / f"work-{experts}"
     shutil.rmtree(work, ignore_errors=True)
-    command = [
-        "glm5-quant", "calibrate", "--model", str(folder), "--dataset", str(text), "--work-dir", str(work),
-        "--num-samples", str(tokens // 512), "--seqlen", "512", "--max-memory", "4GiB", "--preset", preset, "--json",
+    common = [
+        "--model", str(folder), "--num-samples", str(tokens // 512), "--seqlen", "512", "--max-memory", "4GiB",
+        "--preset", preset, "--work-dir", str(work), "--json",
     ]  # fmt: skip
+    planned = json.loads(subprocess.check_output(["glm5-quant", "plan", *common], text=True))
     started, used = time.perf_counter(), processor_seconds()
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    report = json.loads(
+        subprocess.check_output(["glm5-quant", "calibrate", *common, "--dataset", str(text)], text=True)
+    )
     seconds, used = time.perf_counter() - started, processor_seconds() - used
-    report = json.loads(done.stdout)
     shutil.rmtree(work)
     return {
         "experts": experts,
         "seconds": seconds,
         "processor_seconds": used,
         "peak_bytes": report["peak_memory_bytes"],
+        "planned_peak_bytes": planned["peak_memory_bytes"],
+        "coverage": report["coverage"],
         "modules": report["modules"],
     }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.seen import Sample
-from glm5_quant.quant.statistics import Moments, accumulate_cross
+from glm5_quant.quant.statistics import Moments, accumulate_cross, untouched_zeros
 
 # Beyond this many input channels H is kept block-diagonal: GLM-5's o_proj reads 16,384, and one full H of that size,
 # factored, takes more memory than the rest of the run. Errors then feed back within a block only.
@@ -105,8 +105,8 @@ class Evidence:
                     slice(start, min(start + step, k)),
                     Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
                     Moments.empty(min(step, k - start), gap=gap, device=device, product_dtype=product_dtype),
-                    torch.zeros(lacking, k, device=device) if lacking else None,
-                    torch.zeros(lacking, k, device=device) if lacking else None,
+                    untouched_zeros(lacking, k, device=device) if lacking else None,
+                    untouched_zeros(lacking, k, device=device) if lacking else None,
                 )
                 for start in range(0, k, step)
             ],

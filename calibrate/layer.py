@@ -27,6 +27,7 @@ from glm5_quant.calibrate.router import refit_layer
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
 from glm5_quant.calibrate.spill import Spill
+from glm5_quant.calibrate.stream import release_pages
 from glm5_quant.calibrate.taps import (
     BlockReached,
     Handler,
@@ -90,7 +91,7 @@ class LayerSolver:
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
         self.solve: Callable[..., list[Tensor]] = partial(
-            solve_group,
+            self._solve_group,
             config=context.settings.quant,
             scale_dtype=context.scale_dtype,
             result=self.result,
@@ -104,6 +105,11 @@ class LayerSolver:
         self.evidence = partial(context.evidence, hold=sampled)
         if sampled:
             self.solve = partial(self.solve, ablation=self.ablation)
+
+    def _solve_group(self, *args: Any, **options: Any) -> list[Tensor]:
+        """Solving is when memory is shortest: what lies in files need not be in memory then."""
+        release_pages()
+        return solve_group(*args, **options)
 
     @torch.no_grad()
     def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
@@ -150,17 +156,16 @@ class LayerSolver:
         self, taps: dict[str, Tap], recorder: Recorder, groups: list[list[str]], kept: list[Tensor]
     ) -> Passed:
         context, single = self.context, len(self.context.chunks) == 1
-        tokens = context.ids_WT.numel()
-        evidence = {
-            g: self.evidence(taps[group[0]].in_features, tokens, self._writes(group)).of(
-                [taps[n].weight for n in group]
-            )
-            for g, group in enumerate(groups)
-        }
+        evidence: dict[int, Evidence] = {}
         current: dict[str, Any] = {"inputs": kept, "first": 0}
         stream_T = self._stream_weight(None)
 
         def collect(group: int, x: Tensor) -> None:
+            # Not before a group is reached: four blocks of H for GLM-5's o_proj are half a gigabyte.
+            if group not in evidence:
+                names = groups[group]
+                empty = self.evidence(x.shape[-1], context.ids_WT.numel(), self._writes(names))
+                evidence[group] = empty.of([taps[n].weight for n in names])
             source = current["inputs"][group].flatten(0, -2) if current["inputs"] else None
             weight = None
             if context.token_weight_T is not None:
@@ -237,6 +242,7 @@ class LayerSolver:
         return attention[0], keep.calls[0][0]
 
     def _layer(self, name: str, chunk: tuple[int, int]) -> tuple[Tensor, Any]:
+        release_pages()
         number = self.context.chunks_of(name).index(chunk)
         hidden = self.inputs[name][chunk[0] : chunk[1]]
         kwargs = self.context.layer_kwargs(self.index, chunk[1] - chunk[0])

@@ -5,8 +5,10 @@ Dimensions: W windows, T tokens of all windows, D hidden, K inputs of a linear.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,12 +17,19 @@ from glm5_quant.calibrate.seen import SAMPLE_TOKENS
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.rounding import SLICE_WEIGHTS
+from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
+# glibc's numbers for the two settings of its allocator.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+# Tensors from this size on are mapped one by one, and go back to the system when they are freed. Left to itself, glibc
+# raises the limit to the largest one freed (32 MiB at most), and holes between what stays grow with every expert.
+_MAPPED_BYTES, _TRIMMED_BYTES = 4 * 2**20, 64 * 2**20
 # torch, transformers and the interpreter themselves, measured as resident memory after import.
 INTERPRETER_BYTES = 600 * 2**20
 _F32 = 4
-# Matrices of K x K alive at the worst moment: sums, H, H shrunk, permuted, factored and the factor; gaps beside them.
-_SQUARES = 7
+# Matrices of K x K alive at the worst moment: sums, H, H shrunk, a factor that failed, H in float64. Where tokens are
+# held out, also their sums and H, and the gap of both.
+_SQUARES, _HELD_SQUARES = 7, 4
 # float32 copies of a group's weights: source, target, restored, error; and the solver's working set of a slice of rows.
 _COPIES, _SLICES = 4, 8
 
@@ -52,15 +61,16 @@ def run_dtype(source: torch.dtype, device: str) -> torch.dtype:
     return torch.bfloat16 if source == torch.bfloat16 and fast else torch.float32
 
 
-def cut(items: list[Linear], settings: Settings, hidden: int, family: Family, dtype: torch.dtype, cap: int) -> Cut:
-    """Fit window chunks, token chunks and buffers under the cap."""
-    tokens, item = settings.num_samples * settings.seqlen, dtype.itemsize
+def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dtype: torch.dtype, cap: int) -> Cut:
+    """Fit window chunks, token chunks and buffers under the cap. `config` is the model's."""
+    tokens, item, hidden = settings.num_samples * settings.seqlen, dtype.itemsize, int(config.hidden_size)
     streams = 2 if settings.quant.alphas else 1
     inside = [one for one in items if one.module.startswith(family.attention_path + ".")]
     outside = [one for one in items if not one.module.startswith(family.attention_path + ".")]
     first = [one for one in inside if one.layer == items[0].layer]
-    attention = _solving(inside) + 2 * item * sum(one.n * one.k for one in first)
-    fixed = INTERPRETER_BYTES + max(attention, _solving(outside))
+    weights = 2 * item * sum(one.n * one.k for one in first)
+    held_tokens = tokens if settings.quant.alphas else 0
+    fixed = INTERPRETER_BYTES + max(weights + _solving(inside, held_tokens), _solving(outside, held_tokens))
     if settings.quant.activations == "int4-channel":  # the sample, and what is made of it while scales are searched
         fixed += 4 * _F32 * SAMPLE_TOKENS * max(one.k for one in items)
     boundaries = 2 * streams * tokens * hidden * item
@@ -68,13 +78,16 @@ def cut(items: list[Linear], settings: Settings, hidden: int, family: Family, dt
     on_disk = fixed + boundaries + buffers > cap * 3 // 4
     # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
     per_window = settings.seqlen * item * 3 * (sum(one.n for one in first) + hidden * 4)
+    passing = per_window + _indexing(config, settings.seqlen)
     width = max((one.k for one in items if one.role == "down"), default=hidden)
     per_token = width * _F32 * 8
     room = max(cap - fixed - (0 if on_disk else boundaries + buffers), 0)
-    chunk_windows = max(1, min(settings.num_samples, int(room * 0.6) // per_window))
+    solving_room, passing_room = int(room * 0.6), int((room + fixed - INTERPRETER_BYTES - weights) * 0.8)
+    chunk_windows = max(1, min(settings.num_samples, solving_room // per_window, passing_room // passing))
     chunk_tokens = max(256, min(8192, int(room * 0.2) // per_token))
     keep = min(int(room * 0.3), streams * tokens * width * item)
     used = max(chunk_windows * per_window, chunk_tokens * per_token + keep)
+    used = max(used, INTERPRETER_BYTES + weights + chunk_windows * passing - fixed)
     return Cut(
         chunk_windows=chunk_windows,
         chunk_tokens=chunk_tokens,
@@ -82,12 +95,21 @@ def cut(items: list[Linear], settings: Settings, hidden: int, family: Family, dt
         scratch_bytes=buffers if on_disk else 0,
         stream_bytes=boundaries,
         peak_bytes=fixed + (0 if on_disk else boundaries + buffers) + used,
-        least_bytes=fixed + max(per_window, 256 * per_token),
+        least_bytes=max(fixed + max(per_window, 256 * per_token), INTERPRETER_BYTES + weights + passing),
     )
 
 
-def _solving(items: list[Linear]) -> int:
-    """Memory of solving the largest group: K x K matrices, its weights (or one block of columns), a slice of rows."""
+def _indexing(config: Any, seqlen: int) -> int:
+    """What an indexer of sparse attention takes of a window while it runs: transformers copies its keys for every
+    query, and scores all pairs in each of its heads, in float32."""
+    return seqlen**2 * _F32 * (getattr(config, "index_head_dim", 0) + getattr(config, "index_n_heads", 0))
+
+
+def _solving(items: list[Linear], held_tokens: int) -> int:
+    """Memory of solving the largest group: K x K matrices, its weights (or one block of columns), a slice of rows.
+
+    `held_tokens`: tokens of which some are held out, in groups of few enough channels.
+    """
     largest = 0
     groups: dict[str, list[Linear]] = {}
     for one in items:
@@ -95,9 +117,18 @@ def _solving(items: list[Linear]) -> int:
     for members in groups.values():
         k = members[0].k if members[0].k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         weights = sum(one.n for one in members) * k
-        working = _COPIES * weights + _SLICES * min(weights, SLICE_WEIGHTS) + _SQUARES * k * k
+        squares = _SQUARES + (_HELD_SQUARES if held_tokens >= MIN_TOKENS_PER_CHANNEL * members[0].k else 0)
+        working = _COPIES * weights + _SLICES * min(weights, SLICE_WEIGHTS) + squares * k * k
         largest = max(largest, working * _F32)
     return largest
+
+
+def give_freed_memory_back() -> None:
+    """Have glibc return large freed tensors to the system, for the rest of this process; elsewhere nothing happens."""
+    setting = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if setting is not None:
+        setting(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        setting(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)
 
 
 def physical_memory() -> int:

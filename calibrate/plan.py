@@ -115,7 +115,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         by_layer.setdefault(item.layer, []).append(item)
     tokens, hidden = settings.num_samples * settings.seqlen, int(config.hidden_size)
     cap = settings.max_memory_bytes or physical_memory() * 6 // 10
-    pieces = cut(items, settings, hidden, family, run_dtype(checkpoint.dtype, settings.device), cap)
+    pieces = cut(items, settings, config, family, run_dtype(checkpoint.dtype, settings.device), cap)
     experts = expert_count(config) if family.has_experts else 0
     top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
     each = tokens * top_k / experts if experts else None

@@ -27,7 +27,7 @@ from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import LayerOutcome, LayerSolver
 from glm5_quant.calibrate.markdown import render
-from glm5_quant.calibrate.memory import run_dtype
+from glm5_quant.calibrate.memory import give_freed_memory_back, run_dtype
 from glm5_quant.calibrate.plan import Plan, make_plan
 from glm5_quant.calibrate.precision import write_tables
 from glm5_quant.calibrate.report import CalibrationReport, build_report
@@ -101,6 +101,7 @@ def calibrate(
         StoppedSafely: `should_stop` said so.
     """
     started = time.monotonic()
+    give_freed_memory_back()
     settings = settings or Settings()
     source = open_checkpoint(model)
     checkpoint = as_rotated(source, settings.quant.rotation)

@@ -275,9 +275,7 @@ class _Judge:
 
     def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float) -> Judged:
         """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~)|^2."""
-        group_size, symmetric = self.config.group_size, self.config.symmetric
-        plain = minmax_grid(weight_NK, group_size=group_size, symmetric=symmetric, scale_dtype=self.scale_dtype)
-        rounded_NK = dequantize(quantize(weight_NK, plain), plain).sub_(weight_NK)
+        rounded_NK = self._rounded(weight_NK).sub_(weight_NK)
         held_size, held_wrong, held_rtn = 0.0, floor, floor
         if self.held_KK is not None:
             held_size = _size(weight_NK, self.held_KK)
@@ -297,6 +295,16 @@ class _Judge:
             held_floor=floor,
             alpha=alpha,
         )
+
+    def _rounded(self, weight_NK: Tensor) -> Tensor:
+        """Round to nearest, some rows at a time: what it takes on the way is several times the matrix."""
+        group_size, symmetric = self.config.group_size, self.config.symmetric
+        out_NK = torch.empty_like(weight_NK)
+        for start in range(0, len(weight_NK), ROWS):
+            part_NK = weight_NK[start : start + ROWS]
+            grid = minmax_grid(part_NK, group_size=group_size, symmetric=symmetric, scale_dtype=self.scale_dtype)
+            out_NK[start : start + ROWS] = dequantize(quantize(part_NK, grid), grid)
+        return out_NK
 
 
 def _size(matrix_NK: Tensor, hessian_KK: Tensor) -> float:

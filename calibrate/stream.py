@@ -8,10 +8,12 @@ boundary are what a killed run goes on from.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,7 @@ from torch import Tensor
 from glm5_quant.model.errors import UserError
 
 NAMES = ("source", "quantized")
+_mappings: WeakSet[mmap.mmap] = WeakSet()
 
 
 @dataclass(kw_only=True)
@@ -100,8 +103,18 @@ def scratch(folder: Path | None, shape: tuple[int, ...], dtype: torch.dtype = to
     return tensor
 
 
+def release_pages() -> None:
+    """Stop counting the files' pages as this process's memory. What they hold stays in the page cache, or on disk once
+    the kernel needs the room, and comes back when it is next touched."""
+    for mapping in _mappings:
+        mapping.madvise(mmap.MADV_DONTNEED)
+
+
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), dtype.itemsize * math.prod(shape))
+    _mappings.add(mapping)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
 def _reserve(descriptor: int, nbytes: int, path: Path) -> None:

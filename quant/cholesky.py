@@ -15,10 +15,13 @@ from glm5_quant.quant.threads import one_thread
 BLOCK = 384
 
 
-def cholesky(matrix_EKK: Tensor) -> tuple[Tensor, Tensor]:
-    """(lower factor [E, K, K], ok bool [E]) of symmetric matrices; the factor is meaningless where ok is False."""
+def cholesky(matrix_EKK: Tensor, *, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """(lower factor [E, K, K], ok bool [E]) of symmetric matrices; the factor is meaningless where ok is False.
+
+    With `in_place` it takes the matrices' own memory.
+    """
     k = matrix_EKK.shape[-1]
-    lower_EKK = torch.zeros_like(matrix_EKK)
+    lower_EKK = matrix_EKK if in_place else torch.zeros_like(matrix_EKK)
     ok_E = torch.ones(matrix_EKK.shape[0], dtype=torch.bool, device=matrix_EKK.device)
     for start in range(0, k, BLOCK):
         stop = min(start + BLOCK, k)
@@ -32,4 +35,4 @@ def cholesky(matrix_EKK: Tensor) -> tuple[Tensor, Tensor]:
         if stop < k:
             rest_EBR = column_ERB[:, stop - start :].mT
             lower_EKK[:, stop:, start:stop] = torch.linalg.solve_triangular(corner_EBB, rest_EBR, upper=False).mT
-    return lower_EKK, ok_E
+    return lower_EKK.tril_() if in_place else lower_EKK, ok_E

@@ -30,37 +30,38 @@ class Order:
 
 def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     """Sort by diag H (stable) and factor H + damp * mean(diag H) I. Never fails: see `_stubborn_factor`."""
-    k = hessian_EKK.shape[-1]
     diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)
     order_EK = torch.sort(diagonal_EK, dim=-1, descending=True, stable=True).indices
     # Reversed, a lower Cholesky factor becomes the upper one that M D M^T asks for.
     reversed_EK = order_EK.flip(-1)
-    mixed_EKK = hessian_EKK.gather(1, reversed_EK[:, :, None].expand(-1, -1, k))
-    mixed_EKK = mixed_EKK.gather(2, reversed_EK[:, None, :].expand(-1, k, -1))
-    mean_E = diagonal_EK.mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
-    mixed_EKK /= mean_E[:, None, None]
-    # In place from here on: at GLM-5's size each K x K matrix is 151 MB.
-    mixed_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
-    factor_EKK, ok_E = cholesky(mixed_EKK)
+    # In place where it can be: at GLM-5's size each K x K matrix is 151 MB.
+    factor_EKK, ok_E = cholesky(_arranged(hessian_EKK, reversed_EK, damp), in_place=True)
     for bad in torch.nonzero(~ok_E).flatten().tolist():
-        factor_EKK[bad] = _stubborn_factor(mixed_EKK[bad].double(), max(damp, 1e-6))
-    del mixed_EKK
+        one = slice(bad, bad + 1)
+        factor_EKK[bad] = _stubborn_factor(_arranged(hessian_EKK[one], reversed_EK[one], damp), max(damp, 1e-6))
     root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1).clone()
     variance_EK = torch.empty_like(root_EK).scatter_(1, reversed_EK, root_EK.square())
     unit_EKK = factor_EKK.div_(root_EK.unsqueeze(-2)).flip(-1, -2)
     return Order(order_EK=order_EK, unit_EKK=unit_EKK, variance_EK=variance_EK)
 
 
-def _damped(hessian: Tensor, amount: float) -> Tensor:
-    result = hessian.clone()
-    result.diagonal(dim1=-2, dim2=-1).add_(amount)
-    return result
+def _arranged(hessian_EKK: Tensor, order_EK: Tensor, damp: float) -> Tensor:
+    """H / mean(diag H) + damp I, rows and columns in the given order."""
+    k = hessian_EKK.shape[-1]
+    mixed_EKK = hessian_EKK.gather(1, order_EK[:, :, None].expand(-1, -1, k))
+    mixed_EKK = mixed_EKK.gather(2, order_EK[:, None, :].expand(-1, k, -1))
+    mean_E = hessian_EKK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    mixed_EKK /= mean_E[:, None, None]
+    mixed_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
+    return mixed_EKK
 
 
-def _stubborn_factor(hessian_KK: Tensor, damp: float) -> Tensor:
-    """Cholesky in float64, with ten times the damping until it succeeds."""
+def _stubborn_factor(hessian_EKK: Tensor, damp: float) -> Tensor:
+    """Cholesky of one matrix in float64, with ten times the damping until it succeeds."""
     while True:
-        factor_EKK, ok_E = cholesky(_damped(hessian_KK, damp)[None])
+        damped_EKK = hessian_EKK.double()
+        damped_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
+        factor_EKK, ok_E = cholesky(damped_EKK, in_place=True)
         if bool(ok_E):
-            return factor_EKK[0].float()
+            return factor_EKK[0]
         damp *= 10.0

@@ -54,7 +54,7 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
     while True:
         ridge_KK = hessian_KK.clone()
         ridge_KK.diagonal(dim1=-2, dim2=-1).add_((delta * mean)[..., None])
-        factor_EKK, ok_E = cholesky(ridge_KK.reshape(-1, *ridge_KK.shape[-2:]))
+        factor_EKK, ok_E = cholesky(ridge_KK.reshape(-1, *ridge_KK.shape[-2:]), in_place=True)
         if bool(ok_E.all()):
             return factor_EKK.reshape(hessian_KK.shape)
         delta = max(10.0 * delta, 1e-6)

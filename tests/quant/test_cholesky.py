@@ -18,6 +18,15 @@ def test_the_blocked_factor_equals_the_direct_one(k: int) -> None:
     torch.testing.assert_close(factor[0], torch.linalg.cholesky(matrix))
 
 
+def test_a_factor_made_in_place_has_the_same_bits() -> None:
+    matrices = torch.stack([moments_of(layer_inputs(1000, 800)) + torch.eye(800), torch.eye(800)])
+    factor, _ = cholesky(matrices)
+    again, ok = cholesky(matrices, in_place=True)
+    assert bool(ok.all())
+    assert again.data_ptr() == matrices.data_ptr()
+    assert torch.equal(again, factor)
+
+
 def test_a_matrix_that_fails_in_a_late_block_is_named_and_its_neighbours_are_not_harmed() -> None:
     good = torch.eye(500)
     bad = good.clone()

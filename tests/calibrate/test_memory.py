@@ -1,0 +1,92 @@
+"""What calibration holds in memory: freed tensors go back to the system, files count only while they are touched."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.memory import cut
+from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.stream import release_pages, scratch
+from glm5_quant.model.families import Linear, family_of
+
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
+MIB = 2**20
+
+
+def resident(*kinds: str) -> int:
+    """Bytes of this process's resident memory of these kinds: RssAnon, RssFile, RssShmem (files of a tmpfs)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * sum(int(kb) for kb in re.findall(rf"(?:{'|'.join(kinds)}):\s+(\d+) kB", status))
+
+
+@linux
+def test_pages_of_scratch_files_leave_the_process_and_their_values_come_back(tmp_path: Path) -> None:
+    buffer = scratch(tmp_path, (64, MIB // 4))
+    expected = torch.arange(MIB // 4, dtype=torch.float32)
+    buffer[:] = expected
+    before = resident("RssFile", "RssShmem")
+    release_pages()
+    assert before - resident("RssFile", "RssShmem") > 60 * MIB
+    assert torch.equal(buffer[63], expected)
+    buffer[0, 0] = 7.0
+    release_pages()
+    assert buffer[0, :2].tolist() == [7.0, 1.0]
+
+
+@linux
+def test_moments_of_tokens_that_never_come_take_no_memory() -> None:
+    before = resident("RssAnon")
+    evidence = Evidence.empty(4096, tokens=64, held_from=64, gap=False, device="cpu")
+    evidence.add(torch.randn(64, 4096), None, 0)
+    part = evidence.parts[0]
+    total = part.total()
+    assert total.tokens == 64
+    assert resident("RssAnon") - before < 1.5 * 64 * MIB  # H of those that came is 64 MiB; of those held out, as much
+
+
+@linux
+def test_holes_between_tensors_that_stay_are_given_back() -> None:
+    """In a process of its own: what is set holds for the rest of it."""
+    code = """
+import re, torch
+from pathlib import Path
+from glm5_quant.calibrate.memory import give_freed_memory_back
+give_freed_memory_back()
+def anonymous(): return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+torch.ones(24 << 18)  # glibc's own limit would follow this size once it is freed
+before, small = anonymous(), []
+for _ in range(20):
+    large = torch.ones(20 << 18)
+    small.append(torch.ones(1 << 18))
+    more = torch.ones(20 << 18)
+    small.append(torch.ones(1 << 18))
+    del large, more
+print(anonymous() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 60  # MiB: 40 small ones
+
+
+def test_fewer_windows_pass_an_indexer_together_the_longer_they_are() -> None:
+    plain = SimpleNamespace(hidden_size=1024)
+    indexed = SimpleNamespace(hidden_size=1024, index_head_dim=128, index_n_heads=32)
+    name = "model.layers.0.self_attn.o_proj"
+    items = [
+        Linear(
+            name=name, module="self_attn.o_proj", layer=0, role="o_proj", expert=None, shared=False, n=1024, k=1024,
+            source=f"{name}.weight", slice=(None, 0, 1024), group="o",
+        )
+    ]  # fmt: skip
+    family, settings = family_of({"model_type": "llama"}, file=Path("config.json")), Settings(seqlen=2048)
+    cap = 4 * 2**30
+    without, with_indexer = (cut(items, settings, config, family, torch.bfloat16, cap) for config in (plain, indexed))
+    assert with_indexer.chunk_windows < without.chunk_windows
+    assert with_indexer.peak_bytes <= cap
