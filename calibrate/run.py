@@ -101,12 +101,13 @@ def calibrate(
         StoppedSafely: `should_stop` said so.
     """
     started = time.monotonic()
-    give_freed_memory_back()
     settings = settings or Settings()
     source = open_checkpoint(model)
     checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
+    if plan.scratch_on_disk:
+        give_freed_memory_back()
     packed = _read_data(checkpoint, dataset, settings)
     manifest = _manifest(source, dataset, packed, settings, plan)
     journal = _open_or_start(work_folder(work_dir), manifest, resume, overwrite)
