@@ -11,12 +11,13 @@ import torch
 
 from glm5_quant.eval.dialogue_part import DialoguePart
 from glm5_quant.eval.divergence import compare, score_source
-from glm5_quant.eval.findings import part_findings
+from glm5_quant.eval.findings import part_findings, suspects
 from glm5_quant.eval.layer_errors import PartErrors, part_errors
 from glm5_quant.eval.model_parts import decoder_layers
 from glm5_quant.eval.result import Finding
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.session import Session
+from glm5_quant.eval.substitution import stream_shares
 from glm5_quant.eval.text_part import TextPart
 
 
@@ -49,7 +50,8 @@ def diagnose(session: Session, text: TextPart | None, talk: DialoguePart | None)
         if not errors.same_basis:
             session.notes.append(f"{runner.name}: layers were not compared part by part: its hidden states are rotated")
         found.errors[index] = errors
-        found.findings[index] = part_findings(errors, session.tokenizer)
+        shares = stream_shares(session.source.model, runner.model, windows, suspects(errors))
+        found.findings[index] = part_findings(errors, shares, session.tokenizer)
     return found
 
 

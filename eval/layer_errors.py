@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from glm5_quant.eval.model_parts import decoder_layers, experts_of, head_of, router_name
 
+Place = tuple[int, int | None]
+"""A layer's number, and an expert of it or None for the whole layer."""
+
 MOST_TOKENS = 128
 HEAD_TOKENS = 64
 
@@ -108,7 +111,7 @@ def _layer_hook(number: int, twin: nn.Module, outputs: dict[int, Tensor], found:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         reference = first_tensor(output)
         entering = args[0] if args else kwargs["hidden_states"]
-        mine = first_tensor(twin(*args, **kwargs))
+        mine = first_tensor(twin.forward(*args, **kwargs))
         # The residual passes through unchanged; what a layer adds is what it computes.
         found.local.setdefault(number, Energy()).add(mine - reference, reference - entering)
         outputs[number] = reference.cpu()
@@ -124,8 +127,8 @@ def _experts_hook(number: int, twin: nn.Module, found: PartErrors) -> Callable[.
         for slot in range(index.shape[-1]):
             chosen = index.reshape(-1, index.shape[-1])[:MOST_TOKENS, slot : slot + 1].contiguous()
             ones = torch.ones_like(weights.reshape(-1, weights.shape[-1])[:MOST_TOKENS, :1])
-            # `forward` itself: calling the module would start this hook again.
-            reference, mine = module.forward(hidden, chosen, ones), twin(hidden, chosen, ones)
+            # `forward` itself: calling a module that both models share would start this hook again.
+            reference, mine = module.forward(hidden, chosen, ones), twin.forward(hidden, chosen, ones)
             for expert in chosen.unique().tolist():
                 rows = chosen[:, 0] == expert
                 energy = found.experts.setdefault((number, expert), Energy())
@@ -138,7 +141,7 @@ def _head_hook(twin: nn.Module, found: PartErrors) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         hidden = args[0].reshape(-1, args[0].shape[-1])[:HEAD_TOKENS]
         reference = output.reshape(-1, output.shape[-1])[:HEAD_TOKENS].float()
-        mine = twin(hidden).float()
+        mine = twin.forward(hidden).float()
         lost, total = (mine - reference).square().sum(0).cpu(), reference.square().sum(0).cpu()
         found.head_lost = lost if found.head_lost is None else found.head_lost + lost
         found.head_total = total if found.head_total is None else found.head_total + total
