@@ -198,9 +198,9 @@ class _Ladder:
 
 @dataclass(frozen=True, kw_only=True)
 class PartWorth:
-    """What one part was worth, put to those before it, for the `matrices` that have it. `of_rtn` is the mean over all
-    matrices looked at of their held-out errors as shares of round-to-nearest's, with the parts so far; `gain` the mean
-    of what this part took off that share, and `gain_error` that mean's standard error over the matrices."""
+    """What one part was worth, put to those before it, for the `matrices` that have it. `of_rtn` is the mean over them
+    of their held-out errors as shares of round-to-nearest's, with the parts so far; `gain` the mean of what this part
+    took off that share, and `gain_error` that mean's standard error over the matrices."""
 
     part: str
     matrices: int
@@ -216,9 +216,9 @@ def worths(errors: Iterable[Mapping[str, float]]) -> list[PartWorth]:
     for number, part in enumerate(PARTS):
         shares, gains = [], []
         for one in matrices:
-            so_far = [one[name] / one[PLAIN] for name in PARTS[: number + 1] if name in one]
-            shares.append(so_far[-1])
             if part in one:
+                so_far = [one[name] / one[PLAIN] for name in PARTS[: number + 1] if name in one]
+                shares.append(so_far[-1])
                 gains.append(so_far[-2] - so_far[-1] if len(so_far) > 1 else 0.0)
         if gains:
             count, gain = len(gains), sum(gains) / len(gains)

@@ -84,7 +84,8 @@ def _ablation(report: CalibrationReport) -> str:
         (w.part, w.matrices, f"{w.of_rtn:.1%}", f"{w.gain:.1%} +- {w.gain_error:.1%}" if number else "")
         for number, w in enumerate(report.ablation)
     ]
-    text = "## What each part was worth\n\nHeld-out error against the source stream, each part put to those before it."
+    text = "## What each part was worth\n\nHeld-out error against the source stream, each part put to those before it, "
+    text += "for the matrices that have it."
     return f"{text}\n\n{table(('part', 'matrices', 'of round-to-nearest', 'gain'), rows)}\n\n{after(report)}"
 
 

@@ -83,7 +83,7 @@ def test_the_table_is_the_mean_over_matrices_of_shares_of_round_to_nearest() -> 
         [{PLAIN: 4.0, "weighted grid": 2.0, "error feedback": 1.0}, {PLAIN: 1.0, "error feedback": 0.75}, {PLAIN: 0.0}]
     )
     assert [(w.part, w.matrices) for w in table] == [(PLAIN, 2), ("weighted grid", 1), ("error feedback", 2)]
-    assert [w.of_rtn for w in table] == [1.0, 0.75, 0.5]  # the second matrix stays where it was
+    assert [w.of_rtn for w in table] == [1.0, 0.5, 0.5]  # the second row is of the first matrix alone
     assert [w.gain for w in table] == [0.0, 0.5, 0.25]
     assert [w.gain_error for w in table] == [0.0, 0.0, 0.0]
 
