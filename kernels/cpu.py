@@ -4,17 +4,19 @@ Letters: E experts, N out, K in, B blocks, T tokens, D hidden size, I expert siz
 
 A matrix is computed from one of five forms, made at its first use and remembered beside it:
 
-    native  the codes as they are, by C kernels for any number of rows, where they can be had (native.py); bf16 tokens
+    native  the codes as they are, by C kernels for any number of rows, where they can be had (native.py). Tokens are
+            bf16, or rounded to 8 bits by choice, `resident="int8"`
     int4    the codes again, in the order of PyTorch's own 4-bit kernel, for up to 48 rows; bf16 arithmetic
     wide    nothing: above 48 rows the codes are widened a slice of rows at a time into bf16 matrix products
     small   matrices of up to 65,536 weights stay widened: calling a kernel would cost more than it saves
     int8    one INT8 number a weight and one scale a row, the shadow merged in; inputs are rounded to 8 bits a token
-            (int8_cpu.py). Only by choice, `resident="int8"`, and not for one token, where native is as fast
+            (int8_cpu.py). For `resident="int8"` where native is not to be had
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -28,6 +30,7 @@ from glm5_quant.kernels.layout import (
     GROUP_SIZE,
     SLICE_WEIGHTS,
     SMALL_WEIGHTS,
+    Inputs,
     PackedMatrix,
     block_count,
     dequantize,
@@ -40,7 +43,6 @@ from glm5_quant.kernels.layout import (
 INT4_ROWS = 48
 PLAIN_ROWS = 4
 PLAIN_WEIGHTS = 2048  # smaller matrices take PyTorch less time than a call of ours
-FEWER_THAN_INT8 = 3  # tokens an expert on average, up to which exact C kernels are faster than INT8 weights
 WIDE_WEIGHTS = 1 << 23  # 16 MiB of bf16; smaller slices make the matrix product slower than they save
 NARROWEST = 16  # PyTorch's kernel wants whole sixteens of rows
 TILE_ROWS = 64  # and lays them out in tiles of 64, so slices of whole tiles can be converted one by one
@@ -57,11 +59,8 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias_N: Tensor | None = None) -> 
     """x @ W^T + bias, [T, N] in x's dtype; bf16 arithmetic, or 8-bit if the matrix is resident as int8."""
     if not x_TK.shape[0]:
         return x_TK.new_empty(0, packed.n)
-    seen_TK = transform(x_TK, packed.inputs)
-    if packed.resident == "int8" and not (x_TK.shape[0] == 1 and native.suits(1)):
-        out_TN = int8_cpu.linear(Rows.of(seen_TK), int8_form(packed))
-    else:
-        out_TN = _four(seen_TK, packed, torch.float32 if bias_N is not None else x_TK.dtype)
+    dtype = torch.float32 if bias_N is not None else x_TK.dtype
+    out_TN = _product(transform(x_TK, _inputs(packed, x_TK.shape[0])), packed, dtype)
     if bias_N is not None:
         out_TN = out_TN + bias_N
     return out_TN.to(x_TK.dtype)
@@ -95,17 +94,18 @@ def experts(
     """The routed layer, [T, D] in x's dtype: each expert over its own tokens, added in the order of the experts."""
     if gate_up.resident != down.resident:
         raise ValueError(f"gate_up and down need the same residence, found {gate_up.resident} and {down.resident}")
-    if _native_experts(x_TD, index_TA.numel(), gate_up, down, activation):
-        return native.experts(transform(x_TD, gate_up.inputs), index_TA, weight_TA, gate_up, down)
+    int8, tokens = gate_up.resident == "int8", x_TD.shape[0]
+    seen_TD, below = transform(x_TD, _inputs(gate_up, tokens)), _inputs(down, tokens)
+    fits = x_TD.dtype == torch.bfloat16 or int8
+    if fits and below is None and activation == "silu" and native.suits(tokens):
+        return native.experts(seen_TD, index_TA, weight_TA, gate_up, down, int8=int8)
     act = reference.ACTIVATIONS[activation]
     out_TD = torch.zeros(x_TD.shape, dtype=torch.float32)
-    seen_TD = transform(x_TD, gate_up.inputs)
-    int8 = gate_up.resident == "int8"
-    every = Rows.of(seen_TD) if int8 else seen_TD.bfloat16()
+    every = Rows.of(seen_TD) if int8 and not native.suits(tokens) else seen_TD
     for e, token, weight in groups(index_TA, weight_TA, gate_up.codes.shape[0]):
-        both = _one_expert(every if token is None else _take(every, token), gate_up, e)
-        hidden = transform(act(both[:, : down.k]) * both[:, down.k :], down.inputs)
-        part = _one_expert(Rows.of(hidden) if int8 else hidden, down, e)
+        both = _product(every if token is None else _take(every, token), expert(gate_up, e))
+        hidden = transform(act(both[:, : down.k]) * both[:, down.k :], below)
+        part = _product(hidden, expert(down, e))
         if token is None:
             out_TD += part * weight
         else:
@@ -152,17 +152,23 @@ def _take(every: Rows | Tensor, token: Tensor) -> Rows | Tensor:
     return every.take(token) if isinstance(every, Rows) else every[token]
 
 
-def _one_expert(x: Rows | Tensor, stack: PackedMatrix, e: int) -> Tensor:
-    packed = expert(stack, e)
-    return int8_cpu.linear(x, int8_form(packed)) if isinstance(x, Rows) else _four(x, packed)
+def _inputs(packed: PackedMatrix, tokens: int) -> Inputs | None:
+    """What is to be done to the inputs first: our 8-bit kernel rounds as activations "int8" want it by itself."""
+    inputs = packed.inputs
+    if inputs is None or inputs.activations != "int8" or packed.resident != "int8" or not native.suits(tokens):
+        return inputs
+    return replace(inputs, activations="none") if inputs.hadamard else None
 
 
-def _native_experts(x_TD: Tensor, pairs: int, gate_up: PackedMatrix, down: PackedMatrix, activation: str) -> bool:
-    """Whether the C kernels compute a whole routed layer: nothing happens between gate, up and down but silu, and
-    INT8 weights, if they are allowed, would not be faster."""
-    few = pairs <= FEWER_THAN_INT8 * gate_up.codes.shape[0]
-    plain = (gate_up.resident == "int4" or few) and down.inputs is None and activation == "silu"
-    return plain and x_TD.dtype == torch.bfloat16 and native.suits(x_TD.shape[0])
+def _product(x: Rows | Tensor, packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[T, N], in `dtype` or more precise, of a single matrix as it is resident."""
+    if packed.resident == "int4":
+        return _four(cast(Tensor, x), packed, dtype)
+    if isinstance(x, Tensor):
+        if native.suits(x.shape[0]):
+            return native.linear_int8(x, packed, dtype)
+        x = Rows.of(x)
+    return int8_cpu.linear(x, int8_form(packed))
 
 
 def _four(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:

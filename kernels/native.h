@@ -25,7 +25,7 @@ enum {
     TOKENS = 256,          /* tokens for which rows are widened once */
     AHEAD = 8,             /* rows that are prefetched */
     THREADS = 64,
-    BUFFERS = 8
+    BUFFERS = 9
 };
 enum { BF16, F16, F32, I8 };
 
@@ -53,13 +53,25 @@ INLINE uint16_t float_to_bf16(float value) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE __mmask16 lanes(int64_t left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
+INLINE __mmask16 lanes(int64_t left) {
+    if (left >= LANES) return 0xffff;
+    return left > 0 ? (__mmask16)((1u << left) - 1) : 0;
+}
+
+/* two blocks of a token, rounded: value = step * scale; less: minus the sum of the steps, in 16 bits */
+typedef struct {
+    int8_t steps[2][GROUP];
+    int32_t less[2];
+    float scale[2];
+} Piece;
 
 /* some rows of a matrix times some tokens */
 typedef struct {
     const Matrix *matrix;
     const uint16_t *x; /* few: rows of `stride` values; many: packed panels */
     const uint16_t *shadow_x;
+    const Piece *pieces;  /* int8: [pair of blocks][token], instead of x */
+    const float *columns; /* int8: inputs of the shadow, [count][token] */
     int64_t tokens, stride, first, last, out_stride;
     void *out;
     int32_t out_kind;
@@ -73,21 +85,23 @@ INLINE float widen(const void *values, int64_t i, int kind) {
 }
 
 INLINE int64_t blocks_of(const Matrix *m) { return (m->k + GROUP - 1) / GROUP; }
-INLINE int64_t bytes_of(const Matrix *m) { return (m->k + 2 * GROUP - 1) / (2 * GROUP) * GROUP; }
+INLINE int64_t pairs_of(const Matrix *m) { return (m->k + 2 * GROUP - 1) / (2 * GROUP); }
+INLINE int64_t bytes_of(const Matrix *m) { return pairs_of(m) * GROUP; }
+
+/* up to 16 values from position `at` on */
+INLINE __m512 floats_at(const void *values, int64_t at, int kind, __mmask16 mask) {
+    if (kind == F32) return _mm512_maskz_loadu_ps(mask, (const float *)values + at);
+    if (kind == I8)
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, (const int8_t *)values + at)));
+    const __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)values + at);
+    if (kind == F16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
 
 /* count float32 scales from position `at` on; a multiple of 16 is written */
 INLINE void widen_scales(const Matrix *m, int64_t at, int64_t count, float *out) {
-    for (int64_t i = 0; i < count; i += LANES) {
-        const __mmask16 mask = lanes(count - i);
-        __m512 values;
-        if (m->scale_kind == F32) values = _mm512_maskz_loadu_ps(mask, (const float *)m->scale + at + i);
-        else {
-            const __m256i half = _mm256_maskz_loadu_epi16(mask, (const uint16_t *)m->scale + at + i);
-            values = m->scale_kind == F16 ? _mm512_cvtph_ps(half)
-                                          : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-        }
-        _mm512_storeu_ps(out + i, values);
-    }
+    for (int64_t i = 0; i < count; i += LANES)
+        _mm512_storeu_ps(out + i, floats_at(m->scale, at + i, m->scale_kind, lanes(count - i)));
 }
 
 typedef struct {
@@ -131,27 +145,66 @@ INLINE Pair whole_numbers(const Matrix *m, int bits, int64_t row, int64_t block,
     return pair;
 }
 
+/* up to 16 values to position `at` on, rounded once */
+INLINE void floats_to(void *out, int64_t at, int kind, __mmask16 mask, __m512 values) {
+    uint16_t *half = (uint16_t *)out + at;
+    if (kind == F32) _mm512_mask_storeu_ps((float *)out + at, mask, values);
+    else if (kind == F16) _mm256_mask_storeu_epi16(half, mask, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+    else _mm256_mask_storeu_epi16(half, mask, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
 INLINE void store(const Job *job, int64_t token, int64_t first, const float *values, int64_t count) {
-    const int64_t at = token * job->out_stride + first;
-    if (job->out_kind == F32) memcpy((float *)job->out + at, values, (size_t)count * 4);
-    else for (int64_t i = 0; i < count; i += LANES) {
+    for (int64_t i = 0; i < count; i += LANES) {
         const __mmask16 mask = lanes(count - i);
-        const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, values + i));
-        _mm256_mask_storeu_epi16((uint16_t *)job->out + at + i, mask, rounded);
+        floats_to(job->out, token * job->out_stride + first + i, job->out_kind, mask,
+                  _mm512_maskz_loadu_ps(mask, values + i));
     }
 }
 
-/* memory a thread keeps from call to call, by purpose (0 to 3 in a linear, 4 to 7 in experts); NULL if there is none */
+/* 16 x 16 numbers of 32 bits */
+INLINE void transpose(__m512i v[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
+            v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(v[i + j], v[i + 4 + j], 0x88);
+            t[i + 4 + j] = _mm512_shuffle_i32x4(v[i + j], v[i + 4 + j], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        v[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
+        v[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
+    }
+}
+
+/* memory a thread keeps from call to call, by purpose (0 to 3 in a linear, 4 on in experts); NULL if there is none */
 void *glm5_scratch(int64_t bytes, int which);
 
-/* rows job->first to job->last for up to FEW tokens (x: rows), or for more (x: panels); 1 if memory is short */
+/* rows job->first to job->last for up to FEW tokens (x: rows), for more (x: panels), or for rounded ones (pieces);
+   1 if memory is short */
 int glm5_few(const Job *job);
 int glm5_many(const Job *job);
+int glm5_int8(const Job *job);
 
 /* tokens as panels of 16: [panel][width / 2][16 tokens][2]; what is missing is zero */
 void glm5_panels(const uint16_t *x, int64_t tokens, int64_t stride, int64_t k, int64_t width, uint16_t *out);
 
+/* tokens [T, K] of any kind, rounded; and what a shadow sees of them */
+void glm5_round(const void *x, int kind, int64_t tokens, int64_t stride, int64_t k, Piece *out);
+void glm5_columns(const Matrix *m, const Piece *x, int64_t tokens, float *out);
+
 int glm5_linear(const Matrix *m, const uint16_t *x, int64_t tokens, int64_t stride, void *out, int32_t out_kind,
                 int32_t threads);
+int glm5_linear_int8(const Matrix *m, const void *x, int32_t kind, int64_t tokens, void *out, int32_t out_kind,
+                     int32_t threads);
+/* up to TOKENS tokens that are rounded already */
+int glm5_pieces(const Matrix *m, const Piece *x, int64_t tokens, void *out, int32_t out_kind, int32_t threads);
 
 #endif

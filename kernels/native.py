@@ -1,4 +1,4 @@
-"""4-bit weights times bf16 tokens by C kernels of our own, on CPUs with AVX512-BF16; docs/kernels.md has the figures.
+"""4-bit weights times bf16 or 8-bit tokens by C kernels of our own, on CPUs with AVX512-BF16; figures: docs/kernels.md.
 
 Letters: E experts, N out, K in, T tokens, D hidden size, A experts a token chooses.
 
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from glm5_quant.kernels.layout import PackedMatrix, Shadow, block_count
 
-SOURCES = ("native_linear.c", "native_few.c", "native_many.c", "native_experts.c")
+SOURCES = ("native_linear.c", "native_few.c", "native_many.c", "native_int8.c", "native_experts.c")
 HEADERS = ("native.h",)
 FLAGS = (
-    "-O3", "-std=c11", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-mf16c",
-    "-shared", "-fPIC", "-pthread",
+    "-O3", "-std=c11", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni",
+    "-mfma", "-mf16c", "-shared", "-fPIC", "-pthread",
 )  # fmt: skip
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.int8: 3}
 COMPILE_SECONDS = 300
@@ -61,6 +61,21 @@ def suits(tokens: int) -> bool:
 def linear(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """x @ W^T with the shadow, [T, N] in float32 or bf16; x is bf16 [T, K]."""
     return _product(x_TK, _matrices(packed), packed.n, dtype)
+
+
+def linear_int8(x_TK: Tensor, packed: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """x @ W^T with the shadow, [T, N] in `dtype`, x [T, K] of any float dtype, rounded as by `inputs.quantize` "int8".
+
+    Exact integer sums of blocks, float32 between them; a token's result is the same however many are computed at once.
+    """
+    x_TK = x_TK.contiguous()
+    out_TN = torch.empty(x_TK.shape[0], packed.n, dtype=dtype)
+    if cast(Any, library()).glm5_linear_int8(
+        _matrices(packed), x_TK.data_ptr(), KINDS[x_TK.dtype], x_TK.shape[0], out_TN.data_ptr(), KINDS[dtype],
+        torch.get_num_threads(),
+    ):  # fmt: skip
+        raise MemoryError("no memory for the working space of a linear layer")
+    return out_TN
 
 
 def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> Tensor:
@@ -93,14 +108,19 @@ def _product(x_TK: Tensor, matrix: Any, n: int, dtype: torch.dtype) -> Tensor:
     return out_TN
 
 
-def experts(x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix) -> Tensor:
-    """The routed layer with silu, bf16 [T, D] from bf16 x [T, D]; index E means "no expert"."""
+def experts(
+    x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix, *, int8: bool = False
+) -> Tensor:
+    """The routed layer with silu, [T, D] in x's dtype; index E means "no expert".
+
+    x: bf16; or any float dtype with `int8`, which rounds the inputs of both matrices to 8 bits (`linear_int8`).
+    """
     x_TD, index_TA, weight_TA = x_TD.contiguous(), index_TA.long().contiguous(), weight_TA.float().contiguous()
     out_TD = torch.empty_like(x_TD)
     count, (tokens, choices) = gate_up.codes.shape[0], index_TA.shape
     failed = cast(Any, library()).glm5_experts(
-        _matrices(gate_up), _matrices(down), count, x_TD.data_ptr(), index_TA.data_ptr(), weight_TA.data_ptr(),
-        tokens, choices, out_TD.data_ptr(), torch.get_num_threads(),
+        _matrices(gate_up), _matrices(down), count, x_TD.data_ptr(), KINDS[x_TD.dtype], int8, index_TA.data_ptr(),
+        weight_TA.data_ptr(), tokens, choices, out_TD.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if failed == 2:
         found = f"{int(index_TA.min())}..{int(index_TA.max())}"
@@ -124,7 +144,10 @@ def library() -> ctypes.CDLL | None:
         return None
     pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     loaded.glm5_linear.argtypes = [pointer, pointer, wide, wide, pointer, narrow, narrow]
-    loaded.glm5_experts.argtypes = [pointer, pointer, wide, *[pointer] * 3, wide, wide, pointer, narrow]
+    loaded.glm5_linear_int8.argtypes = [pointer, pointer, narrow, wide, pointer, narrow, narrow]
+    loaded.glm5_experts.argtypes = [
+        pointer, pointer, wide, pointer, narrow, narrow, pointer, pointer, wide, wide, pointer, narrow
+    ]  # fmt: skip
     return loaded
 
 
@@ -132,8 +155,8 @@ def _unfit() -> str:
     """Why the kernels cannot run here, or nothing."""
     if os.environ.get("GLM5_QUANT_NATIVE") == "0":
         return "turned off by GLM5_QUANT_NATIVE=0"
-    if platform.system() != "Linux" or not _has("_is_avx512_bf16_supported"):
-        return "they are for Linux on CPUs with AVX512-BF16"
+    if platform.system() != "Linux" or not (_has("_is_avx512_bf16_supported") and _has("_is_vnni_supported")):
+        return "they are for Linux on CPUs with AVX512-BF16 and VNNI"
     return "" if _compiler() else "no C compiler (set CC)"
 
 

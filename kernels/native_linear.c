@@ -24,7 +24,10 @@ static void release(void) {
     }
 }
 
-static int compute(const Job *job) { return job->tokens <= FEW ? glm5_few(job) : glm5_many(job); }
+static int compute(const Job *job) {
+    if (job->pieces) return glm5_int8(job);
+    return job->tokens <= FEW ? glm5_few(job) : glm5_many(job);
+}
 
 static void *thread(void *argument) {
     const int failed = compute(argument);
@@ -96,10 +99,33 @@ int glm5_linear(const Matrix *m, const uint16_t *x, int64_t tokens, int64_t stri
         /* one to eight tokens beyond whole registers are faster alone */
         if (count > LANES && count % LANES <= LANES / 2) count -= count % LANES;
         void *to = (char *)out + first * m->n * size;
-        Job job = {m, x + first * stride, NULL, count, stride, 0, m->n, m->n, to, out_kind};
+        Job job = {.matrix = m, .x = x + first * stride, .tokens = count, .stride = stride, .last = m->n,
+                   .out_stride = m->n, .out = to, .out_kind = out_kind};
         if (count > FEW ? pack(&job, padded) : padded != m->k && pad(&job, padded)) return 1;
         if (split(&job, threads)) return 1;
     }
     return 0;
 }
 
+int glm5_pieces(const Matrix *m, const Piece *x, int64_t tokens, void *out, int32_t out_kind, int32_t threads) {
+    float *columns = glm5_scratch(m->count * tokens * 4, 3);
+    if (!columns) return 1;
+    glm5_columns(m, x, tokens, columns);
+    const Job job = {.matrix = m, .pieces = x, .columns = columns, .tokens = tokens, .last = m->n,
+                     .out_stride = m->n, .out = out, .out_kind = out_kind};
+    return split(&job, threads);
+}
+
+/* the same from x [T, K] of any kind, rounded to 8 bits first */
+int glm5_linear_int8(const Matrix *m, const void *x, int32_t kind, int64_t tokens, void *out, int32_t out_kind,
+                     int32_t threads) {
+    const int64_t size = out_kind == F32 ? 4 : 2, width = kind == F32 ? 4 : 2;
+    for (int64_t first = 0, count; first < tokens; first += count) {
+        count = tokens - first < TOKENS ? tokens - first : TOKENS;
+        Piece *pieces = glm5_scratch(pairs_of(m) * count * (int64_t)sizeof(Piece), 2);
+        if (!pieces) return 1;
+        glm5_round((const char *)x + first * m->k * width, kind, count, m->k, m->k, pieces);
+        if (glm5_pieces(m, pieces, count, (char *)out + first * m->n * size, out_kind, threads)) return 1;
+    }
+    return 0;
+}

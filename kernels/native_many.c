@@ -10,28 +10,6 @@ __attribute__((constructor)) static void fill_floats(void) {
         for (int code = 0; code < 16; code++) glm5_floats[zero][code] = (float)(code - zero);
 }
 
-INLINE void transpose(__m512i v[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + 2 + j]);
-            v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + 2 + j]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            t[i + j] = _mm512_shuffle_i32x4(v[i + j], v[i + 4 + j], 0x88);
-            t[i + 4 + j] = _mm512_shuffle_i32x4(v[i + j], v[i + 4 + j], 0xdd);
-        }
-    for (int j = 0; j < 8; j++) {
-        v[j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0x88);
-        v[8 + j] = _mm512_shuffle_i32x4(t[j], t[8 + j], 0xdd);
-    }
-}
-
 void glm5_panels(const uint16_t *x, int64_t tokens, int64_t stride, int64_t k, int64_t width, uint16_t *out) {
     for (int64_t first = 0; first < tokens; first += LANES, out += width * LANES)
         for (int64_t at = 0; at < width; at += 32) {

@@ -18,7 +18,7 @@ from support_kernels import (
 
 from glm5_quant.kernels import cpu, int8_cpu, native
 from glm5_quant.kernels.dispatch import choose_backend, experts, linear
-from glm5_quant.kernels.layout import dequantize
+from glm5_quant.kernels.layout import Inputs, dequantize
 
 BF16, INT8 = 6e-3, 3e-2
 needs_vnni = pytest.mark.skipif(not int8_cpu.has_vnni(), reason="this CPU has no VNNI instructions")
@@ -45,6 +45,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "fbgemm" and not hasattr(torch, "fbgemm_linear_int8_weight_fp32_activation"):
         pytest.skip("this PyTorch has lost FBGEMM's operators")
     monkeypatch.setattr(int8_cpu, "engine", lambda: request.param)
+    monkeypatch.setattr(native, "suits", lambda tokens: False)
     return str(request.param)
 
 
@@ -162,19 +163,37 @@ def test_what_the_cpu_path_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="needs tensors on the CPU, found meta"):
         choose_backend(x.to("meta"), packed, "cpu")
     monkeypatch.setattr(int8_cpu, "has_vnni", lambda: False)
+    monkeypatch.setattr(native, "suits", lambda tokens: False)
     with pytest.raises(ValueError, match="need a CPU with VNNI"):
         linear(x.expand(2, -1), replace(random_packed(8, 64)[0], resident="int8"), backend="cpu")
 
 
 @pytest.mark.skipif(not native.suits(1), reason="no native kernels on this machine")
-@needs_vnni
-def test_one_token_is_exact_with_eight_bit_weights_too() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_native_eight_bit_tokens_need_no_second_copy_of_the_weights(dtype: torch.dtype) -> None:
     packed, weight = random_packed(64, 128)
-    packed = replace(packed, resident="int8")
-    x = random_tokens(1, 128, torch.bfloat16)
-    assert relative_error(linear(x, packed), x.double() @ weight.T) < BF16 and "int8" not in packed.forms
-    assert relative_error(linear(x.expand(2, -1), packed), x.expand(2, -1).double() @ weight.T) < INT8
-    assert "int8" in packed.forms
+    packed, bias = replace(packed, resident="int8"), random_tokens(1, 64, dtype, seed=5)[0]
+    for tokens in (1, 2, 9):
+        x = random_tokens(tokens, 128, dtype)
+        found = linear(x, packed, bias)
+        assert found.dtype == dtype and "int8" not in packed.forms
+        assert relative_error(found, x.double() @ weight.T + bias.double()) < INT8
+
+
+@pytest.mark.skipif(not native.suits(1), reason="no native kernels on this machine")
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_native_eight_bit_tokens_are_what_int8_activations_ask_for(hadamard: bool) -> None:
+    inputs = Inputs(hadamard=hadamard, activations="int8")
+    packed = replace(random_packed(40, 190)[0], inputs=inputs)
+    x = random_tokens(5, 190)
+    exact = linear(x, packed, backend="reference")
+    assert relative_error(linear(x, replace(packed, resident="int8")), exact) < 1e-6
+    gate_up, down = (replace(random_packed(n, k, 3)[0], inputs=inputs) for n, k in ((192, 64), (64, 96)))
+    index, weight = random_routing(5, 3, 2)
+    x = random_tokens(5, 64)
+    exact = experts(x, index, weight, gate_up, down, backend="reference")
+    found = experts(x, index, weight, *(replace(part, resident="int8") for part in (gate_up, down)))
+    assert relative_error(found, exact) < 3e-3  # an input at the border of two steps may be rounded the other way
 
 
 @needs_vnni

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support_kernels import (
     experts_float64,
+    poison,
     random_packed,
     random_routing,
     random_shadow,
@@ -20,6 +22,7 @@ from support_kernels import (
 
 from glm5_quant.kernels import native
 from glm5_quant.kernels.dispatch import experts, linear
+from glm5_quant.kernels.inputs import dequantize, quantize
 from glm5_quant.kernels.layout import from_codes
 from glm5_quant.model.modules import EightLinear
 
@@ -68,18 +71,84 @@ def test_more_tokens_without_a_shadow_equal_bf16_weights_to_float32_accuracy() -
         assert relative_error(found, x.double() @ weight.float().bfloat16().double().T) < EXACT
 
 
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Tokens as 8-bit steps times their scales, float64."""
+    steps, scale, _ = quantize(x.float(), "int8")
+    return steps.double() * dequantize(torch.ones_like(steps), scale).double()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "k", "columns"), [(64, 128, 4), (1, 1, 1), (40, 190, 0), (97, 577, 7), (33, 1100, 3)])
+def test_eight_bit_tokens_meet_exact_integers(
+    n: int, k: int, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, weight = random_packed(n, k, dtype=dtype, shadow=random_shadow(n, k, [columns], int8=columns == 4))
+    poison(monkeypatch)
+    for tokens in (1, 2, 9, 12, 13, 25, 257):
+        x = random_tokens(tokens, k, dtype)
+        expected = rounded(x) @ weight.T
+        assert relative_error(native.linear_int8(x, packed, torch.float32), expected) < EXACT
+        assert relative_error(native.linear_int8(x, packed, dtype), expected) < BF16
+
+
+@needs_native
+def test_the_largest_integers_do_not_saturate() -> None:
+    x = torch.full((3, 128), 127.0)
+    x[1] = -127
+    x[2, ::2] = -127
+    for code, zero in ((15, 0), (0, 15)):
+        codes = torch.full((32, 128), code, dtype=torch.uint8)
+        packed = from_codes(codes, torch.ones(32, 2), torch.full((32, 2), zero, dtype=torch.uint8))
+        assert torch.equal(native.linear_int8(x, packed, torch.float32)[:, 0], x.sum(1) * (code - zero))
+
+
+@needs_native
+def test_a_token_rounded_to_eight_bits_does_not_depend_on_the_others() -> None:
+    packed, _ = random_packed(100, 320, dtype=torch.bfloat16, shadow=random_shadow(100, 320, [4]))
+    x = random_tokens(40, 320, torch.bfloat16)
+    x[3] *= 1e4
+    x[5] = 0
+    together = native.linear_int8(x, packed, torch.float32)
+    assert torch.equal(together[5], torch.zeros(100))
+    for t in (0, 3, 4, 39):
+        assert torch.equal(native.linear_int8(x[t : t + 1], packed, torch.float32)[0], together[t])
+    x[7, 70] = torch.nan
+    poisoned = native.linear_int8(x, packed, torch.float32)
+    assert bool(poisoned[7].isnan().all()) and torch.equal(poisoned[8:], together[8:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_with_eight_bit_tokens_equal_a_loop_over_tokens(dtype: torch.dtype) -> None:
+    gate_up, weight_gate_up = random_packed(160, 136, 6, shadow=random_shadow(160, 136, [2, 0, 1, 9, 0, 3]))
+    down, weight_down = random_packed(136, 80, 6, seed=1, shadow=random_shadow(136, 80, [0, 3, 0, 1, 0, 2]))
+    for tokens in (1, 3, 64, 300):
+        index, weight = random_routing(tokens, 6, 2)
+        index[index == 2] = 6  # nobody chooses the third
+        index[:, 1] = torch.where(index[:, 1] == 4, 6, index[:, 1])
+        index[0] = torch.tensor([4, 6])  # at least one token for the fifth
+        x = random_tokens(tokens, 136, dtype)
+        found = native.experts(x, index, weight, gate_up, down, int8=True)
+        expected = experts_float64(x, index, weight, weight_gate_up, weight_down)
+        assert found.dtype == dtype and relative_error(found, expected) < 2e-2
+        alone = [native.experts(x[t, None], index[t, None], weight[t, None], gate_up, down, int8=True) for t in (0, -1)]
+        assert torch.equal(torch.cat(alone), found[[0, -1]])
+
+
 @needs_native
 @pytest.mark.parametrize("tokens", [1, 7, 10, 16, 40])
 def test_any_number_of_threads_gives_the_same_bits(tokens: int) -> None:
     packed, _ = random_packed(500, 192, dtype=torch.bfloat16, shadow=random_shadow(500, 192, [4]))
     x = random_tokens(tokens, 192, torch.bfloat16)
-    alone = native.linear(x, packed, torch.bfloat16)
-    try:
-        torch.set_num_threads(3)
-        together = native.linear(x, packed, torch.bfloat16)
-    finally:
-        torch.set_num_threads(1)
-    assert torch.equal(alone, together)
+    for product in (native.linear, native.linear_int8):
+        alone = product(x, packed, torch.bfloat16)
+        try:
+            torch.set_num_threads(3)
+            together = product(x, packed, torch.bfloat16)
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(alone, together)
 
 
 @needs_native
@@ -90,6 +159,8 @@ def test_rows_of_a_larger_tensor_and_columns_of_another_do_not_leak_in(tokens: i
     around[:, 100:200] = random_tokens(tokens, 100, torch.bfloat16)
     found = linear(around[:, 100:200], packed, backend="cpu")
     assert relative_error(found, around[:, 100:200].double() @ weight.T) < BF16
+    found = linear(around[:, 100:200], replace(packed, resident="int8"), backend="cpu")
+    assert relative_error(found, rounded(around[:, 100:200]) @ weight.T) < BF16
 
 
 @needs_native
