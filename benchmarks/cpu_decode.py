@@ -23,8 +23,8 @@ CONTENDERS = {
     "transformers bf16": ("source", "bfloat16", "int4"),
     "transformers fp32": ("source", "float32", "int4"),
     "ours bf16, INT4": ("export", "bfloat16", "int4"),
-    "ours bf16, INT8-resident": ("export", "bfloat16", "int8"),
-    "ours fp32, INT8-resident": ("export", "float32", "int8"),
+    "ours bf16, INT8 tokens": ("export", "bfloat16", "int8"),
+    "ours fp32, INT8 tokens": ("export", "float32", "int8"),
 }
 
 

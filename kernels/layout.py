@@ -78,8 +78,8 @@ class PackedMatrix:
     """One INT4 matrix, or a stack of E of them, ready for the kernels.
 
     codes: uint8 [(E,) N, 64 H]; scale: float [(E,) N, B] (any of float32, float16, bfloat16); zero: uint8 [(E,) N, B];
-    n, k: the true sizes. shadow: see `Shadow`. resident: the form the CPU path may keep, "int4" (codes only, exact
-    weights) or "int8" (a second, row-wise INT8 copy of twice the size, faster for several tokens, see docs/kernels.md).
+    n, k: the true sizes. shadow: see `Shadow`. resident: what the CPU path may do, "int4" (exact) or "int8" (round
+    inputs to 8 bits, which is faster; where C kernels cannot run, by a second copy of the weights: docs/kernels.md).
     inputs: what is done to the inputs first, None for nothing. forms: what a backend made of the codes for itself.
     """
 

@@ -68,7 +68,8 @@ def load(
             biases stay float32 whatever it is.
         device: where the model goes; layers are moved there as they are filled.
         backend: of the packed modules: reference, cpu or triton; None lets the device decide.
-        resident: "int4" keeps the codes only; "int8" lets the CPU path keep a second, faster copy of twice the size.
+        resident: "int4" computes with exact inputs; "int8" lets the CPU path round them to 8 bits, which is faster
+            (where our C kernels cannot run it keeps a second copy of the weights, twice the size of the codes).
         device_map: for models larger than one device, in place of `device`: the device of each part (placing.py), or
             "auto". Parts are moved as they are filled.
         offload: a folder for what the map puts on "disk".
