@@ -91,7 +91,7 @@ class LayerSolver:
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
         self.solve: Callable[..., list[Tensor]] = partial(
-            self._solve_group,
+            _solve_group,
             config=context.settings.quant,
             scale_dtype=context.scale_dtype,
             result=self.result,
@@ -105,11 +105,6 @@ class LayerSolver:
         self.evidence = partial(context.evidence, hold=sampled)
         if sampled:
             self.solve = partial(self.solve, ablation=self.ablation)
-
-    def _solve_group(self, *args: Any, **options: Any) -> list[Tensor]:
-        """Solving is when memory is shortest: what lies in files need not be in memory then."""
-        release_pages()
-        return solve_group(*args, **options)
 
     @torch.no_grad()
     def run(self, outputs: dict[str, Tensor]) -> LayerOutcome:
@@ -449,6 +444,12 @@ class LayerSolver:
         found.apply(outputs["quantized"])
         self.result.tensors |= found.tensors(f"{SIDECAR_PREFIX}model.layers.{self.index}")
         return found.record
+
+
+def _solve_group(*args: Any, **options: Any) -> list[Tensor]:
+    """Solving is when memory is shortest: what lies in files need not be in memory then."""
+    release_pages()
+    return solve_group(*args, **options)
 
 
 def _set_handler(taps: dict[str, Tap], handler: Handler) -> None:
