@@ -25,6 +25,8 @@ class EvalConfig:
     max_new_tokens: longest answer then.
     num_problems, max_answer_tokens: of numeric tasks, and how long an answer there may be.
     decode_steps: feed dialogues one token at a time, as serving does, instead of by chunks of `chunk`.
+    together: models that read a chunk of a dialogue at the same time, each with torch's own number of threads (one
+        core each with OMP_NUM_THREADS=1). Models that read with several caches take turns. No figure depends on it.
     max_context: tokens of context in dialogues; where a dialogue is longer the oldest turns are dropped (None: the
         model's max_position_embeddings).
     kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on
@@ -56,6 +58,7 @@ class EvalConfig:
     num_problems: int = 50
     decode_steps: bool = False
     chunk: int = 512
+    together: int = 1
     max_context: int | None = None
     kv_cache: str = "fp16"
     kv_feedback: float = 0.0
@@ -81,6 +84,7 @@ class EvalConfig:
             "num_dialogues",
             "max_new_tokens",
             "chunk",
+            "together",
             "draws",
             "top_k",
             "num_problems",

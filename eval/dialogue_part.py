@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Segment, as_dialogue, fit, segments
-from glm5_quant.eval.drift import Drift, Reader, measure_drift
+from glm5_quant.eval.drift import Drift, Reader, at_once, measure_drift
 from glm5_quant.eval.free_running import Transcript, converse
 from glm5_quant.eval.kv_cache import CacheSpec, new_cache, spec_of
 from glm5_quant.eval.kv_scales import check_layers, read_kv_scales
@@ -45,21 +45,24 @@ class DialoguePart:
         readers = [self.reader(index, None) for index in group] + [self.reader(*variant) for variant in variants]
         held = [session.export(index).model for index in group]
         watch = RoutingWatch(session.source.model if session.source else None, held)
+        source = self.reader(None, None)
         try:
-            self.base, found = measure_drift(
-                self.reader(None, None),
-                readers,
-                self.segments,
-                self.turns,
-                session.marker,
-                chunk=1 if config.decode_steps else config.chunk,
-                tokenizer=session.tokenizer,
-                words=session.words,
-                kept=session.kept("dialogues"),
-                labels=[_labels(dialogue) for dialogue in self.dialogues],
-                watch=watch,
-                seen=lambda done: session.progress("dialogues", done, len(self.segments)),
-            )
+            with at_once([source, *readers], config.together) as work:
+                self.base, found = measure_drift(
+                    source,
+                    readers,
+                    self.segments,
+                    self.turns,
+                    session.marker,
+                    chunk=1 if config.decode_steps else config.chunk,
+                    work=work,
+                    tokenizer=session.tokenizer,
+                    words=session.words,
+                    kept=session.kept("dialogues"),
+                    labels=[_labels(dialogue) for dialogue in self.dialogues],
+                    watch=watch,
+                    seen=lambda done: session.progress("dialogues", done, len(self.segments)),
+                )
         finally:
             watch.close()
         self.routing.update(zip(group, watch.drifts, strict=True))

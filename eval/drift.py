@@ -6,8 +6,11 @@ chunk are compared and dropped before the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ from glm5_quant.eval.source_cache import SourceCache
 from glm5_quant.eval.tally import FIELDS, Tally, position_band, token_columns
 
 Floats = NDArray[np.float64]
+Work = Callable[[Iterable[Callable[[], Any]]], Iterator[Any]]
+"""Runs steps and gives their results in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +106,22 @@ class Reader:
         return self.runner.step(ids, cache, keep)
 
 
+def in_turn(steps: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+    """Each step when its result is asked for, so that only one model's logits exist at a time."""
+    return (step() for step in steps)
+
+
+@contextmanager
+def at_once(readers: Iterable[Reader], together: int) -> Iterator[Work]:
+    """Up to `together` models at once in threads of their own, unless one model is read with more than once."""
+    models = [id(reader.runner.model) for reader in readers if reader.runner is not None]
+    if together == 1 or len(set(models)) < len(models):
+        yield in_turn
+        return
+    with ThreadPoolExecutor(together) as pool:
+        yield lambda steps: pool.map(lambda step: step(), steps)
+
+
 def measure_drift(
     source: Reader,
     exports: Sequence[Reader],
@@ -109,6 +130,7 @@ def measure_drift(
     marker: Marker,
     *,
     chunk: int,
+    work: Work = in_turn,
     tokenizer: Any = None,
     words: CriticalWords | None = None,
     kept: SourceCache | None = None,
@@ -119,9 +141,9 @@ def measure_drift(
     """Read all dialogues with all models, `chunk` tokens at a time (1: token by token).
 
     labels: for each dialogue the slices it belongs to as a whole ("language:zh"). watch: sees what the routers of the
-    source and of the first exports chose. Returns the source's own sums and
-    those of each export against it. A model with figures that are not finite is marked invalid at its first bad
-    token and not read with again; a broken source ends the measurement.
+    source and of the first exports chose. work: how the models' steps over a chunk are run. Returns the source's own
+    sums and those of each export against it. A model with figures that are not finite is marked invalid at its first
+    bad token and not read with again; a broken source ends the measurement.
     """
     base, found = Drift(source.name, turns), [Drift(export.name, turns) for export in exports]
     number = 0
@@ -132,18 +154,23 @@ def measure_drift(
             track = lay_out(segment, tokenizer, words)
             caches = [reader.new_cache() for reader in (source, *exports)]
             for start, ids, at in _chunks(track, chunk):
-                reference = _reference(source, caches[0], ids, at - start, track.ids[at], number, kept)
+                running = [place for place, drift in enumerate(found) if drift.invalid is None]
+                results = work(
+                    [
+                        partial(_reference, source, caches[0], ids, at - start, track.ids[at], number, kept),
+                        *(partial(exports[n].step, ids, caches[n + 1], _before(at - start)) for n in running),
+                    ]
+                )
+                reference = next(results)
                 number += 1
                 if watch is not None:
                     watch.source_ran()
-                for place, (reader, cache, drift) in enumerate(zip(exports, caches[1:], found, strict=True)):
-                    if drift.invalid is None:
-                        logits = reader.step(ids, cache, _before(at - start))
-                        if watch is not None:
-                            watch.export_ran(place, None)
-                        if reference is not None:
-                            scores = compare_with(reference, logits, *_places(len(at)))
-                            _note(drift, scores, track, at, marker, index)
+                for place, logits in zip(running, results, strict=True):
+                    if watch is not None:
+                        watch.export_ran(place, None)
+                    if reference is not None:
+                        scores = compare_with(reference, logits, *_places(len(at)))
+                        _note(found[place], scores, track, at, marker, index)
                 if reference is not None:
                     _note(base, against_itself(reference), track, at, marker, index)
                 if base.invalid is not None:

@@ -16,6 +16,7 @@ class RoutingRecorder:
     """Notes the expert ids that each layer's experts are called with. State: hooks, and ids since the last `take`."""
 
     def __init__(self, model: Any) -> None:
+        self.model = model
         self.seen: dict[int, list[Tensor]] = {}
         self.experts: dict[int, int] = {}
         self.handles = []
@@ -106,10 +107,11 @@ class RoutingWatch:
 
         An index past the watched exports belongs to a model that is read again with another cache, and is passed over.
         """
-        watched = index < len(self.exports)
-        found = self._take(self.exports[index] if watched else self.source)
-        if not watched:
+        if index >= len(self.exports):
+            for recorder in (self.source, *self.exports):
+                recorder.seen = {}
             return
+        found = self._take(self.exports[index])
         if self.last and found:
             tokens = len(next(iter(self.last.values())))
             real = torch.ones(tokens, dtype=torch.bool) if mask is None else mask.reshape(-1).bool()
@@ -119,7 +121,8 @@ class RoutingWatch:
         found = recorder.take()
         # One model may be given twice; what its other recorders saw of this run is not theirs.
         for other in (self.source, *self.exports):
-            other.seen = {}
+            if other.model is recorder.model:
+                other.seen = {}
         return found
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from support_models import byte_tokenizer, tiny, tiny_q3, uniform
 from glm5_quant.eval import evaluate, to_html, to_table
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn, segments
 from glm5_quant.eval.dialogue_part import cache_for
-from glm5_quant.eval.drift import Reader, measure_drift
+from glm5_quant.eval.drift import Reader, at_once, measure_drift
 from glm5_quant.eval.loading import names_of
 from glm5_quant.eval.prefix import find_prefix
-from glm5_quant.eval.runner import Runner
+from glm5_quant.eval.report_json import to_dict
+from glm5_quant.eval.runner import PlainCache, Runner
 from glm5_quant.eval.score import Marker
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.loading import load
@@ -172,6 +174,29 @@ def test_kv_cache_variants_are_reported_beside_the_16_bit_cache(q3: Path) -> Non
         .exports[0]
         .slices
     )
+
+
+def test_models_that_read_at_the_same_time_give_the_very_figures_of_those_that_take_turns(q3: Path) -> None:
+    rows = [{"messages": [{"role": r, "content": f"{r} {i} 5%"} for i in range(6) for r in ("user", "assistant")]}] * 3
+    source = load(q3, dtype=torch.float32)
+    exports = [noisy(source), noisy(source, 0.04)]
+    settings = {"dialogues": rows, "long_dialogue": 6, "tokenizer": load_tokenizer(q3), "draws": 20, "chunk": 16}
+    one, two = (to_dict(evaluate(source, exports, together=together, **settings)) for together in (1, 3))
+    assert any(layer["routing_changed"] for layer in one["exports"][0]["layers"])
+    for name in ("exports", "source_dialogue", "source_slices"):
+        assert one[name] == two[name]
+
+
+def test_models_read_at_the_same_time_only_where_each_is_another() -> None:
+    meeting = threading.Barrier(2)
+    models: list[Any] = [lambda ids, mask: torch.zeros(*ids.shape, 4) for _ in range(2)]
+    readers = [Reader(name=str(i), runner=Runner(m), new_cache=PlainCache) for i, m in enumerate(models)]
+    with at_once(readers, 2) as work:
+        # Neither step ends before the other has begun.
+        assert sorted(work([lambda: meeting.wait(60), lambda: meeting.wait(60)])) == [0, 1]
+    for taken, together in (([*readers, readers[0]], 2), (readers, 1)):
+        with at_once(taken, together) as work:
+            assert len(set(work([threading.get_ident] * 2)) | {threading.get_ident()}) == 1
 
 
 def test_one_model_at_a_time_measures_dialogues_too(q3: Path, tmp_path: Path) -> None:
