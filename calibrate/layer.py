@@ -38,6 +38,7 @@ from glm5_quant.calibrate.taps import (
     StageReached,
     Tap,
     install,
+    slice_norms,
     swapped,
 )
 from glm5_quant.model.families import Linear, read_linear
@@ -90,6 +91,7 @@ class LayerSolver:
         # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
+        slice_norms(self.module)
         self.solve: Callable[..., list[Tensor]] = partial(
             _solve_group,
             config=context.settings.quant,

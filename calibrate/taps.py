@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+SLICE_VALUES = 1 << 20
+
 
 class StageReached(Exception):
     """An unsolved linear was reached and its input collected: the rest of this forward is not wanted."""
@@ -156,6 +158,34 @@ class Replay(nn.Module):
             return self.output
         first = args[0] if args else next(iter(kwargs.values()))
         return self.output.view(*first.shape[:-1], self.output.shape[-1]).to(first.dtype)
+
+
+class Sliced(nn.Module):
+    """Stands in for a norm: calls it on a few rows at a time, since what it takes on the way, in float32, is several
+    times the stream, and goes through memory instead of the cache (a fifth of the time on 64 windows of 512)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = max(SLICE_VALUES // max(x[:1].numel(), 1), 1)
+        if len(x) <= step:
+            return self.norm(x)  # type: ignore[no-any-return]
+        out = torch.empty(0)
+        for start in range(0, len(x), step):
+            part = self.norm(x[start : start + step])
+            out = part.new_empty(len(x), *part.shape[1:]) if start == 0 else out
+            out[start : start + step] = part
+        return out
+
+
+def slice_norms(root: nn.Module) -> None:
+    """Put every norm of a layer behind `Sliced`. Norms are known by their class's name, as in all of transformers."""
+    found = [(path, module) for path, module in root.named_modules() if type(module).__name__.endswith("Norm")]
+    for path, module in found:
+        parent, _, leaf = path.rpartition(".")
+        setattr(root.get_submodule(parent), leaf, Sliced(module))
 
 
 @contextmanager

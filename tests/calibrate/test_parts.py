@@ -12,7 +12,7 @@ from glm5_quant.calibrate.coverage import by_expert, summarize
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.settings import Settings, parse_bytes, quant_config
 from glm5_quant.calibrate.stream import Stream, scratch
-from glm5_quant.calibrate.taps import Keep, Recorder, Replay, Solver, StageReached, install, swapped
+from glm5_quant.calibrate.taps import Keep, Recorder, Replay, Solver, StageReached, install, slice_norms, swapped
 from glm5_quant.model.errors import UserError
 
 
@@ -220,3 +220,17 @@ def test_settings_refuse_bad_values_by_name() -> None:
         quant_config("best")
     with pytest.raises(UserError, match="damp"):
         quant_config("default", damp=-1.0)
+
+
+def test_norms_run_a_few_rows_at_a_time_and_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.taps.SLICE_VALUES", 50)
+    layer = nn.ModuleDict({"inner": nn.ModuleDict({"q_norm": nn.RMSNorm(8).bfloat16()}), "proj": nn.Linear(8, 8)})
+    norm, x = layer["inner"]["q_norm"], torch.randn(7, 2, 8).bfloat16()
+    whole = norm(x)
+    calls: list[int] = []
+    norm.register_forward_pre_hook(lambda _module, args: calls.append(len(args[0])))
+    slice_norms(layer)
+    torch.testing.assert_close(layer["inner"]["q_norm"](x), whole, rtol=0, atol=0)
+    assert calls == [3, 3, 1]
+    assert isinstance(layer["proj"], nn.Linear)
+    assert layer["inner"]["q_norm"](x[:0]).shape == (0, 2, 8)
