@@ -98,11 +98,13 @@ def _w4a8(
     acc_TR = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     for i in range(first, last):
         codes = tl.load(codes_ptr)
-        scale_low, scale_high, zero_low, zero_high = load_grid(scale_R2, zero_R2, i, blocks, EVEN_B)
+        scale, zero = load_grid(scale_R2, zero_R2, i, blocks, EVEN_B)
+        scale_low, scale_high = tl.split(scale.to(tl.float32))
+        zero_low, zero_high = tl.split(zero.to(tl.int32))
         for h in tl.static_range(2):
             q_TK = tl.load(q_ptr + h * GROUP)
-            scale_R = (scale_high if h else scale_low).to(tl.float32)
-            zero_R = (zero_high if h else zero_low).to(tl.int32)
+            scale_R = scale_high if h else scale_low
+            zero_R = zero_high if h else zero_low
             block = tl.minimum(2 * i + h, blocks - 1)  # a block beyond the end has scale 0
             sums_T = tl.load(sums_ptr + near_T * blocks + block)
             start_TR = 0x4B400000 - sums_T[:, None] * zero_R[None, :]

@@ -63,23 +63,24 @@ def ones_like_codes(codes, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def zero_with_surplus(zero, DTYPE: tl.constexpr):
-    """uint8 zero-points to float32 surplus + zero, by the same trick in the mantissa of 2^23."""
+    """uint8 zero-points to float32 surplus + zero, by the same trick in the mantissa of 2^23.
+
+    Of both blocks before they are split: Triton then does it once a row, not once for each thread that needs the row.
+    """
     SURPLUS: tl.constexpr = 64.0 if DTYPE == tl.float16 else 128.0
     return (zero.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - SURPLUS)
 
 
 @triton.jit
 def load_grid(scale_R2, zero_R2, i, blocks, EVEN_B: tl.constexpr):
-    """Scale and zero of both blocks of pair i, one load each; a block that is not there has scale 0."""
+    """Scale and zero of both blocks of pair i, [R, 2], one load each; a block that is not there has scale 0."""
     if EVEN_B:
         scale, zero = tl.load(scale_R2 + 2 * i), tl.load(zero_R2 + 2 * i)
     else:
         there = 2 * i + tl.arange(0, 2)[None, :] < blocks
         scale = tl.load(scale_R2 + 2 * i, mask=there, other=0.0)
         zero = tl.load(zero_R2 + 2 * i, mask=there, other=0)
-    scale_low, scale_high = tl.split(scale)
-    zero_low, zero_high = tl.split(zero)
-    return scale_low, scale_high, zero_low, zero_high
+    return scale, zero
 
 
 @triton.jit
@@ -99,11 +100,13 @@ def few_tokens(
     x_ptr = x_1T + first * 2 * GROUP + j[:, None]
     for i in range(first, last):
         codes = tl.load(codes_ptr)
-        scale_low, scale_high, zero_low, zero_high = load_grid(scale_R1 + both, zero_R1 + both, i, blocks, EVEN_B)
+        scale_R2, zero_R2 = load_grid(scale_R1 + both, zero_R1 + both, i, blocks, EVEN_B)
+        scale_low, scale_high = tl.split(scale_R2.to(tl.float32))
+        zero_low, zero_high = tl.split(zero_with_surplus(zero_R2, DTYPE))
         for h in tl.static_range(2):
             x_KT = tl.load(x_ptr + h * GROUP)
-            scale = (scale_high if h else scale_low).to(tl.float32)
-            zero = zero_with_surplus(zero_high if h else zero_low, DTYPE)
+            scale = scale_high if h else scale_low
+            zero = zero_high if h else zero_low
             sums = tl.dot(ones_like_codes(codes, DTYPE, ASM), x_KT)
             dots = tl.dot(offset_codes(codes, h, DTYPE, ASM), x_KT)
             acc_RT += scale[:, None] * (dots - zero[:, None] * sums)
@@ -129,11 +132,13 @@ def many_tokens(
     x_ptr = x_T1 + first * 2 * GROUP + j[None, :]
     for i in range(first, last):
         codes = tl.load(codes_ptr)
-        scale_low, scale_high, zero_low, zero_high = load_grid(scale_R1 + both, zero_R1 + both, i, blocks, EVEN_B)
+        scale_R2, zero_R2 = load_grid(scale_R1 + both, zero_R1 + both, i, blocks, EVEN_B)
+        scale_low, scale_high = tl.split(scale_R2)
+        zero_low, zero_high = tl.split(zero_with_surplus(zero_R2, DTYPE))
         for h in tl.static_range(2):
             x_TK = tl.load(x_ptr + h * GROUP)
             scale = scale_high if h else scale_low
-            zero = zero_with_surplus(zero_high if h else zero_low, DTYPE)
+            zero = zero_high if h else zero_low
             centred = offset_codes(codes, h, DTYPE, ASM) - zero.to(DTYPE)[:, None]
             if scale.dtype == DTYPE:
                 weight = centred * scale[:, None]

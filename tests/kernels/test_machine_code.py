@@ -18,7 +18,7 @@ PER_WEIGHT = {
     "linear fp16 8": 2.2,
     "linear bf16 16": 2.8,
     "linear bf16 64": 4.6,
-    "gate_up bf16 8": 2.3,
+    "gate_up bf16 8": 2.2,
     "down fp16 64": 4.6,
 }
 
