@@ -20,7 +20,7 @@ LARGEST_HESSIAN = 8192
 HESSIAN_BLOCK = 4096
 # Statistics of more tokens than this for each input channel change nothing that could be measured: every second token
 # (or third, ...) is then taken.
-ENOUGH_PER_CHANNEL = 50
+ENOUGH_PER_CHANNEL = 40
 # Outputs are formed for so many held-out tokens at a time.
 FLOOR_TOKENS = 1024
 
