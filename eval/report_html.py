@@ -36,7 +36,7 @@ svg .level{stroke:var(--ink);stroke-width:1;stroke-dasharray:3 3}
 .legend span{display:inline-flex;align-items:center;gap:.4rem;overflow-wrap:anywhere}
 svg.key{width:28px;height:8px;flex:none}
 .scroll{overflow-x:auto;-webkit-overflow-scrolling:touch}
-table{border-collapse:collapse;font-size:.88rem;font-variant-numeric:tabular-nums;min-width:60%}
+table{border-collapse:separate;border-spacing:0;font-size:.88rem;font-variant-numeric:tabular-nums;min-width:60%}
 th,td{padding:.28rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:.1rem;white-space:normal;min-width:8.5rem;
  position:sticky;left:0;background:#fff}
@@ -102,15 +102,15 @@ def _card(export: ExportResult, result: EvalResult) -> str:
     lines = []
     if whole is not None:
         lines += [
-            ("KL to the source", with_interval(whole.kl)),
+            ("KL to source", with_interval(whole.kl)),
             ("perplexity / source", with_interval(whole.perplexity_ratio)),
         ]
         lines += [("top-1 agrees", with_interval(agreement(whole), True))]
     if numeric is not None:
-        lines.append(("number tokens that differ", with_interval(numeric.flips, True)))
+        lines.append(("numbers that differ", with_interval(numeric.flips, True)))
     if export.dialogue is not None:
         growth = with_interval(export.dialogue.relative_growth, True)
-        lines.append((f"growth beyond source, {export.dialogue.turns} turns", growth))
+        lines.append(("growth beyond source", growth))
     if export.equivalence is not None:
         lines.append(("drift", export.equivalence.verdict))
     if export.size_bytes is not None:

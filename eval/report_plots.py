@@ -10,6 +10,8 @@ from glm5_quant.eval.svg import Series, bars, lines
 Chart = tuple[str, str, str]
 """Title, SVG with legend, and a sentence on how to read it."""
 
+NUMERIC = ": numeric tokens"
+
 
 def charts(result: EvalResult) -> list[Chart]:
     """Every chart the result has data for, in reading order."""
@@ -141,15 +143,14 @@ def position_chart(result: EvalResult) -> Chart:
     edges = [name.partition(":")[2] for name in names]
     series = []
     for colour, export in enumerate(result.exports):
-        for prefix, shift in (("", 0), ("numeric ", len(result.exports))):
+        for prefix in ("", "numeric "):
             parts = [export.slice(prefix + name) for name in names]
             values = [part.kl.value if part else None for part in parts]
-            label = export.name + (": numeric tokens" if prefix else ": all tokens")
-            series.append((label, colour + shift, values))
+            series.append((export.name + (NUMERIC if prefix else ": all tokens"), colour, values))
     return (
         "Divergence by position",
-        bars(edges, series, "KL, nats per token"),
-        "Position: tokens of context before the scored one.",
+        bars(edges, series, "KL, nats per token", hollow=[name for name, _, _ in series if name.endswith(NUMERIC)]),
+        "Position: tokens of context before the scored one. Outlined: numeric tokens only.",
     )
 
 

@@ -78,6 +78,7 @@ def text_table(result: EvalResult) -> Table:
 def slice_table(result: EvalResult) -> Table | None:
     """KL by file, language, position and stress shape."""
     names = [found.name for found in result.source_slices if ":" in found.name]
+    names.sort(key=lambda name: name.startswith("numeric "))
     if not names or not result.exports:
         return None
     rows = []

@@ -6,7 +6,7 @@ Series differ by colour and by dash or hatch, so that a grey print can still be 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -111,8 +111,16 @@ def _line(found: Series, frame: Frame) -> str:
     return text
 
 
-def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float | None]]], y_label: str) -> str:
-    """Grouped bars: for each group one bar a series (name, colour, values). "" when there is nothing to draw."""
+def bars(
+    groups: Sequence[str],
+    series: Sequence[tuple[str, int, Sequence[float | None]]],
+    y_label: str,
+    hollow: Collection[str] = (),
+) -> str:
+    """Grouped bars: for each group one bar a series (name, colour, values). "" when there is nothing to draw.
+
+    hollow: names of series drawn as outlines.
+    """
     series = [found for found in series if any(value is not None for value in found[2])]
     values = [value for _, _, found in series for value in found if value is not None]
     if not values or not groups:
@@ -122,16 +130,22 @@ def bars(groups: Sequence[str], series: Sequence[tuple[str, int, Sequence[float 
     parts = _axes(frame, [], y_ticks, "", y_label)
     width = (frame.x(1) - frame.x(0)) * 0.8 / len(series)
     for place, group in enumerate(groups):
-        for number, (_, colour, found) in enumerate(series):
+        for number, (name, colour, found) in enumerate(series):
             value = found[place]
             if value is not None:
                 x, y = frame.x(place + 0.1) + number * width, frame.y(value)
                 parts.append(
-                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * 0.92:.1f}" height="{frame.y(0) - y:.1f}" '
-                    f'fill="{COLOURS[colour % len(COLOURS)]}"><title>{escape(group)}: {label(value)}</title></rect>'
+                    f'<rect x="{x + 0.6:.1f}" y="{y:.1f}" width="{width * 0.92 - 1.2:.1f}" '
+                    f'height="{frame.y(0) - y:.1f}" {_paint(colour, name in hollow)}>'
+                    f"<title>{escape(group)}, {escape(name)}: {label(value)}</title></rect>"
                 )
         parts.append(_text(frame.x(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle", narrow=len(groups) > 4))
-    return _picture(parts, y_label) + legend([(name, colour, "") for name, colour, _ in series])
+    return _picture(parts, y_label) + legend([(name, colour, "") for name, colour, _ in series], hollow)
+
+
+def _paint(colour: int, hollow: bool) -> str:
+    paint = COLOURS[colour % len(COLOURS)]
+    return f'fill="{"#fff" if hollow else paint}" stroke="{paint}" stroke-width="1.2"'
 
 
 def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
@@ -164,11 +178,15 @@ def _picture(parts: list[str], title: str) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">{inside}</svg>'
 
 
-def legend(keys: Sequence[tuple[str, int, str]]) -> str:
-    """Names beside short strokes in their colour and dash ("": a block); wraps on narrow screens."""
+def legend(keys: Sequence[tuple[str, int, str]], hollow: Collection[str] = ()) -> str:
+    """Names beside short strokes in their colour and dash ("": a block, an outline for `hollow` ones); wraps on narrow
+    screens."""
     items = []
     for name, colour, dash in {key[0]: key for key in keys}.values():
-        paint = COLOURS[colour % len(COLOURS)]
-        line = f'<line x1="0" x2="28" y1="4" y2="4" stroke-width="4" stroke="{paint}" stroke-dasharray="{dash}"/>'
-        items.append(f'<span><svg class="key" viewBox="0 0 28 8">{line}</svg>{escape(name)}</span>')
+        if dash:
+            paint = f'stroke="{COLOURS[colour % len(COLOURS)]}" stroke-width="4" stroke-dasharray="{dash}"'
+            drawn = f'<line x1="0" x2="28" y1="4" y2="4" {paint}/>'
+        else:
+            drawn = f'<rect x="1" y="2" width="26" height="4" {_paint(colour, name in hollow)}/>'
+        items.append(f'<span><svg class="key" viewBox="0 0 28 8">{drawn}</svg>{escape(name)}</span>')
     return f'<p class="legend">{"".join(items)}</p>'

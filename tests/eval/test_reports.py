@@ -122,4 +122,6 @@ def test_charts_place_points_where_the_axis_says_and_nothing_without_data() -> N
     assert "M62.0,226.0L468.0,12.0" in drawn
     assert lines([Series(name="a", points=[], colour=0)], "x", "y") == ""
     assert bars(["a"], [("s", 0, [None])], "y") == ""
-    assert bars(["a", "b"], [("s", 0, [1.0, None])], "y").count("<rect") == 2
+    assert bars(["a", "b"], [("s", 0, [1.0, None])], "y").count("<title>") == 1
+    pair = [("s", 0, [1.0]), ("s, numbers", 0, [2.0])]
+    assert [bars(["a"], pair, "y", hollow=names).count('fill="#fff"') for names in ((), ["s, numbers"])] == [0, 2]
