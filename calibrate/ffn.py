@@ -82,12 +82,16 @@ class Streams:
         if self.lack is None or self.source_out is None:
             return None
         if isinstance(index, int):
-            rows: Tensor | slice = slice(max(index - self.source_from, 0), max(index + count - self.source_from, 0))
-            seen: Tensor | slice = slice(max(index, self.source_from), max(index + count, self.source_from))
+            rows = slice(max(index - self.source_from, 0), max(index + count - self.source_from, 0))
+            lack_TD = self.lack[rows].float()
+            lack_TD += self.source_out[rows]
+            lack_TD -= self.out[max(index, self.source_from) : max(index + count, self.source_from)]
         else:
             seen = index[index >= self.source_from]
-            rows = seen - self.source_from
-        lack_TD = self.lack[rows].float() + self.source_out[rows] - self.out[seen]
+            followed = seen - self.source_from
+            lack_TD = self.lack.index_select(0, followed).float()
+            lack_TD += self.source_out.index_select(0, followed)
+            lack_TD -= self.out.index_select(0, seen)
         if scale_T is None:
             return lack_TD
         return lack_TD / scale_T[len(scale_T) - len(lack_TD) :, None].clamp(min=LEAST_SCALE)

@@ -45,6 +45,8 @@ from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
 
 Side = dict[int, Tensor]
+# What goes through a layer without any statistics goes by so many windows at a time.
+FEW_WINDOWS = 8
 
 
 @dataclass(kw_only=True)
@@ -406,7 +408,7 @@ class LayerSolver:
         if self.family.shared is not None:
             changes[self.family.shared] = Keep()
         seqlen = self.context.ids_WT.shape[1]
-        step = seqlen * (self.context.chunks[0][1] - self.context.chunks[0][0])
+        step = seqlen * min(self.context.chunks[0][1] - self.context.chunks[0][0], FEW_WINDOWS)
         with swapped(block, changes):
             for part in torch.split(mlp_in_TD, step):
                 block(part.view(-1, seqlen if len(part) % seqlen == 0 else len(part), part.shape[-1]))
@@ -418,21 +420,41 @@ class LayerSolver:
     def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> Side:
         """Run the layer once more with everything solved replayed: residuals, norms and scalings are its own code's."""
         side: Side = {}
-        seqlen = self.context.ids_WT.shape[1]
         for number, chunk in enumerate(self.context.chunks_of(name)):
-            tokens = slice(chunk[0] * seqlen, chunk[1] * seqlen)
-            attention = passed.attention[chunk[0] : chunk[1]]
-            changes: dict[str, nn.Module] = {path: Replay(out[tokens]) for path, out in outputs.items()}
-            whole = (attention, *passed.rest[number]) if passed.rest[number] else attention
-            changes[self.family.attention_path] = Replay(whole)
-            # These norms feed what is replayed, and nothing else; an MoE block's router still reads its own.
-            idle = ["input_layernorm", *(["post_attention_layernorm"] if self.family.block in outputs else [])]
-            changes |= {norm: nn.Identity() for norm in idle if hasattr(self.module, norm)}
-            with swapped(self.module, changes):
-                hidden_out[chunk[0] : chunk[1]], values = self._layer(name, chunk)
-            if values is not None:
-                side[number] = values
+            release_pages()
+            rest, first_side = passed.rest[number], self.side[name].get(number)
+            step = chunk[1] - chunk[0]
+            if self.family.side is None and all(value is None for value in rest):
+                # Nothing here belongs to a chunk as a whole: a few windows stay in the cache.
+                step = min(step, FEW_WINDOWS)
+            for start in range(chunk[0], chunk[1], step):
+                windows = slice(start, min(start + step, chunk[1]))
+                hidden_out[windows], values = self._replayed(name, windows, passed.attention, rest, outputs, first_side)
+                if values is not None:
+                    side[number] = values
         return side
+
+    def _replayed(
+        self,
+        name: str,
+        windows: slice,
+        attention: Tensor,
+        rest: tuple[Any, ...],
+        outputs: dict[str, Tensor],
+        side: Any,
+    ) -> tuple[Tensor, Any]:
+        """The layer's output for some windows of a stream, and its side value."""
+        seqlen = self.context.ids_WT.shape[1]
+        tokens = slice(windows.start * seqlen, windows.stop * seqlen)
+        changes: dict[str, nn.Module] = {path: Replay(out[tokens]) for path, out in outputs.items()}
+        part = attention[windows]
+        changes[self.family.attention_path] = Replay((part, *rest) if rest else part)
+        # These norms feed what is replayed, and nothing else; an MoE block's router still reads its own.
+        idle = ["input_layernorm", *(["post_attention_layernorm"] if self.family.block in outputs else [])]
+        changes |= {norm: nn.Identity() for norm in idle if hasattr(self.module, norm)}
+        kwargs = self.context.layer_kwargs(self.index, windows.stop - windows.start)
+        with swapped(self.module, changes):
+            return self.context.runner.run_layer(self.module, self.inputs[name][windows], kwargs, side)
 
     def _compensate(self, outputs: dict[str, Tensor]) -> CompensationRecord | None:
         """Fit this layer's compensation, and add it to the quantized stream as the runtime will."""

@@ -27,6 +27,8 @@ _MAPPED_BYTES, _TRIMMED_BYTES = 4 * 2**20, 64 * 2**20
 # torch, transformers and the interpreter themselves, measured as resident memory after import.
 INTERPRETER_BYTES = 600 * 2**20
 _F32 = 4
+# More tokens at a time are no faster: what is computed between two products leaves the cache.
+MOST_CHUNK_TOKENS = 4096
 # Matrices of K x K alive at the worst moment: sums, H, H shrunk, a factor that failed, H in float64. Where tokens are
 # held out, also their sums and H, and the gap of both.
 _SQUARES, _HELD_SQUARES = 7, 4
@@ -84,7 +86,7 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
     room = max(cap - fixed - (0 if on_disk else boundaries + buffers), 0)
     solving_room, passing_room = int(room * 0.6), int((room + fixed - INTERPRETER_BYTES - weights) * 0.8)
     chunk_windows = max(1, min(settings.num_samples, solving_room // per_window, passing_room // passing))
-    chunk_tokens = max(256, min(8192, int(room * 0.2) // per_token))
+    chunk_tokens = max(256, min(MOST_CHUNK_TOKENS, int(room * 0.2) // per_token))
     keep = min(int(room * 0.3), streams * tokens * width * item)
     used = max(chunk_windows * per_window, chunk_tokens * per_token + keep)
     used = max(used, INTERPRETER_BYTES + weights + chunk_windows * passing - fixed)

@@ -61,7 +61,7 @@ class QuantConfig:
     descent_sweeps: int = 0
     refit_scales: bool = False
     compensation: bool = True
-    refit_router: bool = True
+    refit_router: bool = False
 
     def __post_init__(self) -> None:
         _require(self.group_size >= 8 and self.group_size % 8 == 0, "group_size", self.group_size, "a multiple of 8")
@@ -102,7 +102,6 @@ PRESETS: dict[str, QuantConfig] = {
         shadow_budget=0.0,
         compensation=False,
         numeric_weight=0.0,
-        refit_router=False,
     ),
     "default": QuantConfig(),
     "high": QuantConfig(rotation="full", descent_sweeps=2, refit_scales=True),

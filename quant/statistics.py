@@ -17,6 +17,8 @@ from torch import Tensor
 CHUNK_TOKENS = 1024
 # For products in a low precision, whose results are rounded to it.
 LOW_CHUNK_TOKENS = 4096
+# Elementwise work goes by so many tokens.
+SLICE_TOKENS = 256
 # Only tiles on and above the diagonal are computed; 192 is wide enough for full matmul speed.
 TILE = 192
 
@@ -37,8 +39,8 @@ def accumulate(
     size = CHUNK_TOKENS if product_dtype == torch.float32 else LOW_CHUNK_TOKENS
     for start in range(0, x_TK.shape[0], size):
         x = x_TK[start : start + size]
-        left = x.float() if weight_T is None else x.float() * weight_T[start : start + size, None].float()
-        x, left = x.to(product_dtype), left.to(product_dtype)
+        left = _rounded(x, None, None if weight_T is None else weight_T[start : start + size], product_dtype)
+        x = x.to(product_dtype)
         for tile in range(0, k, TILE):
             _add_product(hessian_KK[tile : tile + TILE, tile:], left[:, tile : tile + TILE].T, x[:, tile:])
 
@@ -56,8 +58,9 @@ def accumulate_gap(
     """
     for start in range(0, x_TK.shape[0], LOW_CHUNK_TOKENS):
         part = slice(start, start + LOW_CHUNK_TOKENS)
-        apart_TK = source_TK[part].float() - x_TK[part].float()
-        accumulate_cross(gap_KK, apart_TK, x_TK[part], None if weight_T is None else weight_T[part], product_dtype)
+        weight = None if weight_T is None else weight_T[part]
+        left_TK = _rounded(source_TK[part], x_TK[part], weight, product_dtype)
+        _add_product(gap_KK, left_TK.T, x_TK[part].to(product_dtype))
 
 
 def accumulate_cross(
@@ -70,10 +73,20 @@ def accumulate_cross(
     """sum += sum_t w_t left_t x_t^T, in place, float32; the product of a chunk is taken in `product_dtype`."""
     for start in range(0, x_TK.shape[0], LOW_CHUNK_TOKENS):
         part = slice(start, start + LOW_CHUNK_TOKENS)
-        left = left_TN[part].float()
-        if weight_T is not None:
-            left = left * weight_T[part, None].float()
-        _add_product(sum_NK, left.to(product_dtype).T, x_TK[part].to(product_dtype))
+        left = _rounded(left_TN[part], None, None if weight_T is None else weight_T[part], product_dtype)
+        _add_product(sum_NK, left.T, x_TK[part].to(product_dtype))
+
+
+def _rounded(x_TK: Tensor, minus_TK: Tensor | None, weight_T: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """weight (x - minus) in float32, rounded once to `dtype`; a few tokens at a time, so that it stays in the cache."""
+    if minus_TK is None and weight_T is None:
+        return x_TK.to(dtype)
+    out_TK = torch.empty(x_TK.shape, dtype=dtype, device=x_TK.device)
+    for start in range(0, len(x_TK), SLICE_TOKENS):
+        part = slice(start, start + SLICE_TOKENS)
+        wide_TK = x_TK[part].float() if minus_TK is None else x_TK[part].float() - minus_TK[part].float()
+        out_TK[part] = wide_TK if weight_T is None else wide_TK * weight_T[part, None].float()
+    return out_TK
 
 
 def _add_product(sum_NK: Tensor, left_NT: Tensor, right_TK: Tensor) -> None:
