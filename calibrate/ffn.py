@@ -83,7 +83,7 @@ class Streams:
             return None
         if isinstance(index, int):
             rows = slice(max(index - self.source_from, 0), max(index + count - self.source_from, 0))
-            lack_TD = self.lack[rows].float()
+            lack_TD = self.lack[rows].to(torch.float32, copy=True)
             lack_TD += self.source_out[rows]
             lack_TD -= self.out[max(index, self.source_from) : max(index + count, self.source_from)]
         else:
