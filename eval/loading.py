@@ -42,7 +42,9 @@ def names_of(exports: Sequence[Any], names: Sequence[str] | None) -> list[str]:
         if len(names) != len(exports) or len(set(names)) != len(names):
             raise UserError("needs one distinct name for each export", item="names", found=list(names))
         return list(names)
-    paths = [Path(export).resolve().parts if is_folder(export) else (f"model-{i}",) for i, export in enumerate(exports)]
+    paths = [
+        _as_typed(Path(export)).parts if is_folder(export) else (f"model-{i}",) for i, export in enumerate(exports)
+    ]
     if len({path[-1] for path in paths}) == 1 < len(paths):
         # WORK/export of several work folders: what they all end in tells nothing.
         paths = [path[:-1] for path in paths]
@@ -51,6 +53,11 @@ def names_of(exports: Sequence[Any], names: Sequence[str] | None) -> list[str]:
         if len(set(found)) == len(found):
             return found
     raise UserError("the same export is named twice", item="exports", found=[str(export) for export in exports])
+
+
+def _as_typed(path: Path) -> Path:
+    """The whole path, links kept: what a link points to is no name that the user knows."""
+    return path.resolve() if ".." in path.parts else path.absolute()
 
 
 def tokenizer_of(source: Any, exports: Sequence[Any]) -> Any:

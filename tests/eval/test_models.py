@@ -134,6 +134,13 @@ def test_exports_are_named_by_the_part_of_their_paths_that_differs(paths: list[s
     assert names_of(paths, None) == names
 
 
+def test_an_export_behind_a_link_has_the_name_that_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "export").mkdir(parents=True)
+    (tmp_path / "plain" / "export").mkdir(parents=True)
+    (tmp_path / "ours").symlink_to(tmp_path / "elsewhere")
+    assert names_of([tmp_path / name / "export" for name in ("plain", "ours")], None) == ["plain", "ours"]
+
+
 def test_kv_cache_variants_are_reported_beside_the_16_bit_cache(q3: Path) -> None:
     rows = [
         {"messages": [{"role": r, "content": f"{r} says {i}"} for i in range(4) for r in ("user", "assistant")]}
