@@ -20,7 +20,7 @@ from glm5_quant.model.errors import UserError, human_bytes
 from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
 from glm5_quant.model.rotated import as_rotated
 
-SOURCE_TOKENS_PER_CHANNEL = 15
+SOURCE_TOKENS_PER_CHANNEL = 20
 
 
 @dataclass(frozen=True, kw_only=True)
