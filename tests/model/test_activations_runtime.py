@@ -115,6 +115,10 @@ def test_the_dots_of_integers_are_exact():
     assert torch.equal(PackedLinear(eight, backend="reference")(x_TK) * 4, want.float())
 
 
+def router_weights(*shape):
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(5))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("each", [False, True])
 def test_packed_experts_equal_their_float64_reference(mode, each):
@@ -129,7 +133,7 @@ def test_packed_experts_equal_their_float64_reference(mode, each):
         for stack, scale in zip(stacks, found, strict=True)
     ]
     x_TD = tokens(6, d)
-    index, weight = torch.tensor([[0, 1], [2, 3], [1, 2], [0, 2], [3, 3], [2, 1]]), torch.rand(6, 2)
+    index, weight = torch.tensor([[0, 1], [2, 3], [1, 2], [0, 2], [3, 3], [2, 1]]), router_weights(6, 2)
     out = PackedExperts(*stacks, backend="reference")(x_TD, index, weight)
     want = torch.zeros(6, d, dtype=torch.float64)
     for t, chosen in enumerate(index.tolist()):
@@ -140,7 +144,8 @@ def test_packed_experts_equal_their_float64_reference(mode, each):
                 hidden = torch.nn.functional.silu(gate_up[:i]) * gate_up[i:]
                 part = dequantize(stacks[1])[e].double() @ seen(hidden[None], mode, rotated=True, scale_K=second)[0]
                 want[t] += part * weight[t, a].double()
-    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    # Sums of many products cancel: what float32 may lose is told by the largest of them.
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-6 * float(want.abs().max()))
 
 
 def test_a_shadow_reads_the_rounded_inputs():
