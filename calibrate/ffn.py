@@ -70,6 +70,14 @@ class Streams:
     lack: Tensor | None = None
     weight_T: Tensor | None = None
 
+    def followed(self, index_T: Tensor) -> Tensor:
+        """Where tokens stand in the source stream; those before it are left out."""
+        return index_T[index_T >= self.source_from] - self.source_from
+
+    def followed_rows(self, start: int, stop: int) -> slice:
+        """The same for tokens that follow one another."""
+        return slice(max(start - self.source_from, 0), max(stop - self.source_from, 0))
+
     def weight_of(self, index: Tensor | int, count: int, weight_T: Tensor | None) -> Tensor | None:
         """Weights of `count` tokens in the statistics of a down-projection: the given ones, and the stream's own."""
         if self.weight_T is None:
@@ -82,16 +90,15 @@ class Streams:
         if self.lack is None or self.source_out is None:
             return None
         if isinstance(index, int):
-            rows = slice(max(index - self.source_from, 0), max(index + count - self.source_from, 0))
+            rows = self.followed_rows(index, index + count)
             lack_TD = self.lack[rows].to(torch.float32, copy=True)
             lack_TD += self.source_out[rows]
-            lack_TD -= self.out[max(index, self.source_from) : max(index + count, self.source_from)]
+            lack_TD -= self.out[rows.start + self.source_from : rows.stop + self.source_from]
         else:
-            seen = index[index >= self.source_from]
-            followed = seen - self.source_from
+            followed = self.followed(index)
             lack_TD = self.lack.index_select(0, followed).float()
             lack_TD += self.source_out.index_select(0, followed)
-            lack_TD -= self.out.index_select(0, seen)
+            lack_TD -= self.out.index_select(0, followed + self.source_from)
         if scale_T is None:
             return lack_TD
         return lack_TD / scale_T[len(scale_T) - len(lack_TD) :, None].clamp(min=LEAST_SCALE)
@@ -160,7 +167,8 @@ def solve_network(
             watch(network.down, index, out, scale)
         if source_hidden is not None and streams.source_out is not None:
             out = linear(source_hidden, source_down, None, dtype)
-            _add(streams.source_out, _followed(streams, index), out, scale)
+            there = streams.followed_rows(index, index).start if isinstance(index, int) else streams.followed(index)
+            _add(streams.source_out, there, out, scale)
 
 
 def _parts(count: int, size: int) -> list[slice]:
@@ -176,23 +184,12 @@ def _take(streams: Streams, index_T: Tensor | None, part: slice) -> tuple[Tensor
     if index_T is None:
         source = None
         if streams.source_x is not None:
-            source = streams.source_x[
-                max(part.start - streams.source_from, 0) : max(part.stop - streams.source_from, 0)
-            ]
+            source = streams.source_x[streams.followed_rows(part.start, part.stop)]
         return streams.x[part], source, part.start
     index = index_T[part]
     if streams.source_x is None:
         return streams.x.index_select(0, index), None, index
-    followed = _followed(streams, index)
-    assert isinstance(followed, Tensor)
-    return streams.x.index_select(0, index), streams.source_x.index_select(0, followed), index
-
-
-def _followed(streams: Streams, index: Tensor | int) -> Tensor | int:
-    """Where tokens stand in the source stream; those before it are left out."""
-    if isinstance(index, int):
-        return max(index - streams.source_from, 0)
-    return index[index >= streams.source_from] - streams.source_from
+    return streams.x.index_select(0, index), streams.source_x.index_select(0, streams.followed(index)), index
 
 
 def _add(out: Tensor, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:

@@ -157,7 +157,10 @@ class LayerSolver:
         context, single = self.context, len(self.context.chunks) == 1
         evidence: dict[int, Evidence] = {}
         current: dict[str, Any] = {"inputs": kept, "first": 0}
+        plain_T = writing_T = context.token_weight_T
         stream_T = self._stream_weight(None)
+        if stream_T is not None:
+            writing_T = stream_T if plain_T is None else stream_T * plain_T
 
         def collect(group: int, x: Tensor) -> None:
             # Not before a group is reached: four blocks of H for GLM-5's o_proj are half a gigabyte.
@@ -166,13 +169,11 @@ class LayerSolver:
                 empty = self.evidence(x.shape[-1], context.ids_WT.numel(), self._writes(names))
                 evidence[group] = empty.of([taps[n].weight for n in names])
             source = current["inputs"][group].flatten(0, -2) if current["inputs"] else None
+            weight_T = writing_T if self._writes(groups[group]) else plain_T
             weight = None
-            if context.token_weight_T is not None:
-                weight = context.token_weight_T[current["first"] : current["first"] + x.shape[:-1].numel()]
+            if weight_T is not None:
+                weight = weight_T[current["first"] : current["first"] + x.shape[:-1].numel()]
             lack = self._lack_before(current["chunk"]) if evidence[group].wants_lack else None
-            if stream_T is not None and self._writes(groups[group]):
-                own = stream_T[current["first"] : current["first"] + x.shape[:-1].numel()]
-                weight = own if weight is None else own * weight
             evidence[group].add(x.flatten(0, -2), source, current["first"], weight, lack)
 
         def solve(group: int) -> dict[str, Tensor]:
