@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +15,14 @@ from glm5_quant.eval.dialogue_part import DialoguePart
 from glm5_quant.eval.divergence import compare, score_source
 from glm5_quant.eval.findings import part_findings, suspects
 from glm5_quant.eval.layer_errors import PartErrors, part_errors
+from glm5_quant.eval.loading import is_folder
 from glm5_quant.eval.model_parts import decoder_layers
 from glm5_quant.eval.result import Finding
 from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.session import Session
 from glm5_quant.eval.substitution import stream_shares
 from glm5_quant.eval.text_part import TextPart
+from glm5_quant.model.sidecar import open_sidecar
 
 
 @dataclass
@@ -46,13 +50,23 @@ def diagnose(session: Session, text: TextPart | None, talk: DialoguePart | None)
         broken = text is not None and text.passes[index].invalid is not None
         if broken or not decoder_layers(session.source.model) or not decoder_layers(runner.model):
             continue
-        errors = part_errors(session.source.model, runner.model, windows)
+        refitted = _refitted_routers(session.export_models[index])
+        if refitted:
+            layers = ", ".join(str(layer) for layer in refitted)
+            session.notes.append(f"{runner.name}: calibration fitted the routers of layers {layers} again")
+        errors = part_errors(session.source.model, runner.model, windows, refitted)
         if not errors.same_basis:
             session.notes.append(f"{runner.name}: layers were not compared part by part: its hidden states are rotated")
         found.errors[index] = errors
         shares = stream_shares(session.source.model, runner.model, windows, suspects(errors))
         found.findings[index] = part_findings(errors, shares, session.tokenizer)
     return found
+
+
+def _refitted_routers(model: Any) -> list[int]:
+    """Layers whose router an export folder says was fitted again to the quantized stream."""
+    opened = open_sidecar(Path(model)) if is_folder(model) else None
+    return opened[0].refitted_routers if opened else []
 
 
 def _windows(session: Session, text: TextPart | None, talk: DialoguePart | None) -> Iterator[np.ndarray]:

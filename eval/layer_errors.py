@@ -6,7 +6,7 @@ input. What differs then is that part's own error, not what earlier layers passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,14 +70,19 @@ def same_basis(source: Any, export: Any) -> bool:
 
 
 @torch.inference_mode()
-def part_errors(source: Any, export: Any, windows: Sequence[Tensor]) -> PartErrors:
-    """Compare an export with its source on windows (int64 [1, T] each). Both are transformers models of one family."""
+def part_errors(
+    source: Any, export: Any, windows: Sequence[Tensor], refitted: Collection[int] = frozenset()
+) -> PartErrors:
+    """Compare an export with its source on windows (int64 [1, T] each). Both are transformers models of one family.
+
+    `refitted`: the layers whose router the export says was fitted again, so that its weight is not the source's.
+    """
     found = PartErrors(same_basis=same_basis(source, export))
     if not found.same_basis:
         return found
     pairs = list(zip(decoder_layers(source), decoder_layers(export), strict=True))
     for number, pair in enumerate(pairs):
-        difference = router_difference(*pair)
+        difference = router_difference(*pair, refitted=number in refitted)
         if difference:
             found.routers[number] = difference
     for ids in windows:
@@ -167,8 +172,11 @@ def _export_run(
             handle.remove()
 
 
-def router_difference(source: nn.Module, export: nn.Module) -> str:
-    """In words, how a layer's router differs from the source's, "" where it does not: it must be kept bit for bit."""
+def router_difference(source: nn.Module, export: nn.Module, *, refitted: bool = False) -> str:
+    """In words, how a layer's router differs from the source's, "" where it does not: it must be kept bit for bit.
+
+    The weight of a `refitted` one may differ; nothing else of it may.
+    """
     name = router_name(source)
     if name is None:
         return ""
@@ -182,6 +190,8 @@ def router_difference(source: nn.Module, export: nn.Module) -> str:
         twin = states[1].get(key)
         if twin is None or twin.shape != value.shape:
             return f"{key} is missing or has another shape"
+        if refitted and key == "weight":
+            continue
         if not torch.equal(value.float().cpu(), twin.float().cpu()):
             rounded = torch.equal(value.to(torch.bfloat16).float().cpu(), twin.float().cpu())
             return f"{key} " + ("was rounded to bfloat16" if rounded else "is not the source's")

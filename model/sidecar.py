@@ -63,8 +63,8 @@ class TensorRecord(BaseModel):
 
 class SidecarRecord(BaseModel):
     """`eampq.json`. `features` names what the runtime must know to compute right; `inputs` says what it does to the
-    inputs of packed matrices; `replaced` names the plain tensors that differ from the source's; `modules` what every
-    matrix cost."""
+    inputs of packed matrices; `replaced` names the plain tensors that differ from the source's; `refitted_routers` the
+    layers whose router was fitted again to the quantized stream; `modules` what every matrix cost."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     format: Literal["eampq"] = "eampq"
@@ -76,6 +76,7 @@ class SidecarRecord(BaseModel):
     features: list[str]
     inputs: InputScheme = InputScheme()
     replaced: list[str]
+    refitted_routers: list[int] = []
     tensors: dict[str, TensorRecord]
     modules: dict[str, dict[str, Any]]
 
@@ -98,10 +99,9 @@ def describe(
         for file, specs in shards.items()
         for spec in specs
     }
+    layers = [journal.record(layer) for layer in range(manifest.layers)]
     modules = {
-        name: module.model_dump(exclude_none=True)
-        for layer in range(manifest.layers)
-        for name, module in sorted(journal.record(layer).modules.items())
+        name: module.model_dump(exclude_none=True) for layer in layers for name, module in sorted(layer.modules.items())
     }
     record = SidecarRecord(
         version=VERSION,
@@ -112,6 +112,7 @@ def describe(
         features=features(tensors, inputs),
         inputs=inputs,
         replaced=replaced,
+        refitted_routers=[layer.layer for layer in layers if layer.router is not None and layer.router.kept],
         tensors=dict(sorted(tensors.items())),
         modules=modules,
     )

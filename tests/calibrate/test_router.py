@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 from support_calibrate import small
-from support_models import tiny, tiny_glm
+from support_models import byte_tokenizer, tiny, tiny_glm
 from torch import nn
 
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.router import agreement, refit_router
+from glm5_quant.eval import evaluate
+from glm5_quant.eval.layer_errors import router_difference
+from glm5_quant.eval.model_parts import decoder_layers
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.exporting import export
 from glm5_quant.model.journal import open_journal
+from glm5_quant.model.loading import load
+from glm5_quant.model.sidecar import open_sidecar
 from glm5_quant.model.verifying import verify
 
 
@@ -82,6 +88,24 @@ def test_a_refitted_router_is_exported_in_the_sources_precision_and_its_bias_bit
     assert torch.equal(source.read(router), out.read(router)) is not forced
     assert torch.equal(source.read(bias), out.read(bias))
     assert verify(tmp_path / "out", source=model).ok
+    opened = open_sidecar(tmp_path / "out")
+    assert opened is not None
+    assert opened[0].refitted_routers == ([1] if forced else [])
+    byte_tokenizer(model)
+    found = evaluate(model, [tmp_path / "out"], ["12.5% of 340 is 42.50"], window=16, draws=50)
+    assert not [finding for finding in found.exports[0].findings if finding.kind == "router"]
+    assert any("fitted the routers of layers 1 again" in note for note in found.notes) is forced
+
+
+def test_only_the_weight_of_a_refitted_router_may_differ(tmp_path: Path) -> None:
+    layer = decoder_layers(load(tiny_glm(tmp_path / "m")))[1]
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.mlp.gate.weight.zero_()
+    assert router_difference(layer, other) == "weight is not the source's"
+    assert router_difference(layer, other, refitted=True) == ""
+    other.mlp.gate.e_score_correction_bias.add_(1)
+    assert router_difference(layer, other, refitted=True) == "e_score_correction_bias is not the source's"
 
 
 def test_a_router_that_is_no_single_matrix_is_kept_and_said_to_be(tmp_path: Path) -> None:
