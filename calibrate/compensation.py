@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glm5_quant.calibrate.stream import windows
 from glm5_quant.model.journal import CompensationRecord
 from glm5_quant.quant.compensation import GainFit
 
@@ -38,7 +39,7 @@ class Compensation:
     def apply(self, hidden_WTD: Tensor) -> None:
         """What the runtime does to a layer's output, in place, one window after the other."""
         step_D = self.gain * self.vector
-        for window in hidden_WTD:
+        for (window,) in windows(hidden_WTD):
             window.copy_(window.float() + step_D)
 
 
@@ -51,18 +52,19 @@ def fit_compensation(
     """
     source = outputs["source"]
     quantized, before = (part["quantized"][-len(source) :] for part in (outputs, inputs))
-    windows = len(source) - held_windows
-    if held_windows <= 0 or windows <= 0:
+    count = len(source) - held_windows
+    if held_windows <= 0 or count <= 0:
         return None
     total_D, weights = torch.zeros_like(source[0, 0], dtype=torch.float32), 0.0
-    for w in range(windows):
-        after_TD, before_TD = source[w].float() - quantized[w].float(), inputs["source"][w].float() - before[w].float()
+    fitted = (stream[:count] for stream in (source, quantized, inputs["source"], before))
+    for source_TD, quantized_TD, source_in_TD, in_TD in windows(*fitted):
+        after_TD, before_TD = source_TD.float() - quantized_TD.float(), source_in_TD.float() - in_TD.float()
         lost_TD = after_TD - before_TD
-        weight_T = _weight(source[w].float())
+        weight_T = _weight(source_TD.float())
         total_D += weight_T @ lost_TD
         weights += float(weight_T.sum(dtype=torch.float64))
     vector_D = total_D / weights
-    held = list(_halves(source[windows:], quantized[windows:]))
+    held = list(_halves(source[count:], quantized[count:]))
     fit = GainFit()
     for half, source_TD, quantized_TD in held:
         root_T1 = _weight(source_TD.float()).sqrt()[:, None]
@@ -100,10 +102,10 @@ def _weight(source_TD: Tensor) -> Tensor:
 
 def _halves(source_WTD: Tensor, quantized_WTD: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Held-out tokens in two halves that check each other: of different windows, or of the only one."""
-    windows, tokens = source_WTD.shape[:2]
-    for w in range(windows):
-        if windows > 1:
-            yield int(w >= windows // 2), source_WTD[w], quantized_WTD[w]
+    count, tokens = source_WTD.shape[:2]
+    for w in range(count):
+        if count > 1:
+            yield int(w >= count // 2), source_WTD[w], quantized_WTD[w]
         else:
             for half, part in enumerate((slice(0, tokens // 2), slice(tokens // 2, tokens))):
                 yield half, source_WTD[w, part], quantized_WTD[w, part]

@@ -41,23 +41,28 @@ class Context:
     scale_dtype: torch.dtype
     dtype: torch.dtype
     chunk_tokens: int
-    keep_bytes: int
+    scratch_folder: Path
     activation: Callable[[Tensor], Tensor]
     source_first: int = 0
     shadowed: frozenset[str] = frozenset()
-    scratch_folder: Path | None = None
     spill_folder: Path | None = None
     token_weight_T: Tensor | None = None
     kwargs: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer of zeros for all tokens; on disk where memory is short."""
-        return scratch(self.scratch_folder, shape, dtype).to(self.settings.device)
+        """A buffer of zeros for all tokens: a file, or memory of another device than the CPU."""
+        if self.settings.device != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.settings.device)
+        return scratch(self.scratch_folder, shape, dtype)
 
     def chunks_of(self, name: str) -> list[tuple[int, int]]:
         """The chunks as ranges of a stream's own windows."""
         first = self.source_first if name == "source" else 0
         return [(max(start - first, 0), stop - first) for start, stop in self.chunks if stop > first]
+
+    def followed(self, windows: tuple[int, int]) -> tuple[int, int]:
+        """The part of a range of windows that the source stream follows, as a range of its own windows."""
+        return max(windows[0] - self.source_first, 0), max(windows[1] - self.source_first, 0)
 
     @property
     def held_windows(self) -> int:

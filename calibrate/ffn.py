@@ -5,13 +5,14 @@ Dimensions: T tokens, D hidden, I intermediate. Only one network's matrices are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.stream import release_pages
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
@@ -26,14 +27,25 @@ Watch = Callable[[Linear, Tensor | int, Tensor, Tensor | None], None]
 class Tokens:
     """Which tokens a network sees. `index_T` ascending, None for all; `scale_T` multiplies its output (router weight).
 
-    `weight_T` is each token's weight in the statistics. `seen_T` lists the tokens of the statistics where they are not
-    those of the output (every expert sees every token, the output keeps true routing).
+    `weight_T` is each token's weight in the statistics. With `all_seen` the statistics are of all tokens (every expert
+    sees every token, the output keeps true routing).
     """
 
     index_T: Tensor | None = None
     scale_T: Tensor | None = None
     weight_T: Tensor | None = None
-    seen_T: Tensor | None = None
+    all_seen: bool = False
+
+    def reached(self, part: slice) -> tuple[Tensor | slice, Tensor | int, Tensor | None]:
+        """Of a part of the tokens seen, those that get an output: which of the part they are, where they stand among
+        all tokens, and their scales."""
+        if self.index_T is None:
+            return slice(None), part.start, _slice(self.scale_T, part)
+        if not self.all_seen:
+            return slice(None), self.index_T[part], _slice(self.scale_T, part)
+        ends = torch.tensor([part.start, part.stop], device=self.index_T.device)
+        own = slice(*torch.searchsorted(self.index_T, ends).tolist())
+        return self.index_T[own] - part.start, self.index_T[own], _slice(self.scale_T, own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +66,10 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Inputs and outputs of the feed-forward block in both streams, [all tokens, D]. `out` is added to in place.
+    """Inputs and outputs of the feed-forward block in both streams, [all tokens, D].
 
+    Outputs start as zeros and are `added` to, or are set by the one network that writes them: they may then be the
+    inputs themselves, whose rows nobody reads once their output is known.
     `source_x` is None when only the quantized stream is followed; it may hold the tokens from `source_from` on only.
     `lack` is what the quantized residual stream lacks of the source's where `out` is added to it, [followed tokens, D]:
     each down-projection makes up for what it can. None where outputs are not added as they are. `weight_T` is what a
@@ -66,6 +80,7 @@ class Streams:
     out: Tensor
     source_x: Tensor | None = None
     source_out: Tensor | None = None
+    added: bool = False
     source_from: int = 0
     lack: Tensor | None = None
     weight_T: Tensor | None = None
@@ -85,6 +100,16 @@ class Streams:
         own_T = self.weight_T[index : index + count] if isinstance(index, int) else self.weight_T[index]
         return own_T if weight_T is None else own_T * weight_T
 
+    def write(self, out: Tensor, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:
+        """Add a network's outputs to `out` at some tokens, or set them."""
+        y = y_TD if scale_T is None else y_TD * scale_T[:, None]
+        if not isinstance(index, int):
+            out.index_add_(0, index, y)
+        elif self.added:
+            out[index : index + len(y)] += y
+        else:
+            out[index : index + len(y)] = y
+
     def lack_of(self, index: Tensor | int, count: int, scale_T: Tensor | None) -> Tensor | None:
         """What is lacking now, of a network's next `count` tokens, in units of its output: float32 [followed, D]."""
         if self.lack is None or self.source_out is None:
@@ -92,8 +117,9 @@ class Streams:
         if isinstance(index, int):
             rows = self.followed_rows(index, index + count)
             lack_TD = self.lack[rows].to(torch.float32, copy=True)
-            lack_TD += self.source_out[rows]
-            lack_TD -= self.out[rows.start + self.source_from : rows.stop + self.source_from]
+            if self.added:
+                lack_TD += self.source_out[rows]
+                lack_TD -= self.out[rows.start + self.source_from : rows.stop + self.source_from]
         else:
             followed = self.followed(index)
             lack_TD = self.lack.index_select(0, followed).float()
@@ -113,7 +139,7 @@ def solve_network(
     evidence: Callable[..., Evidence],
     pool: Evidence | None,
     chunk_tokens: int,
-    keep_bytes: int,
+    scratch: Callable[[tuple[int, ...], torch.dtype], Tensor],
     dtype: torch.dtype,
     watch: Watch | None = None,
     kappa: float = 0.0,
@@ -121,10 +147,11 @@ def solve_network(
     """Solve gate and up on one set of moments, run them, solve down on what comes out, add the output to `streams`.
 
     A network without a single token takes `pool`'s evidence for gate and up, where the caller has one; one with tokens
-    leans on it by `kappa` tokens' worth.
+    leans on it by `kappa` tokens' worth. The quantized stream's hidden activations wait for the down-projection in a
+    buffer that `scratch` makes.
     """
     source = [network.read(item) for item in network.inputs]
-    seen = tokens.index_T if tokens.seen_T is None else tokens.seen_T
+    seen = None if tokens.all_seen else tokens.index_T
     total = streams.x.shape[0] if seen is None else len(seen)
 
     first = evidence(network.inputs[0].k, total).of(source)
@@ -136,43 +163,38 @@ def solve_network(
     solved = solve(network.inputs, source, pool if pool is not None and total == 0 else first)
     del first
 
-    def run(part: slice, of: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | int]:
-        x, source_x, index = _take(streams, of, part)
-        source_hidden = None if source_x is None else network.hidden(source_x, source, dtype)
-        return network.hidden(x, solved, dtype), source_hidden, index
-
-    # Hidden activations are computed once where they fit in memory, and again for the output where they do not.
-    followed = 0 if streams.source_x is None else len(streams.source_x)
-    keep = tokens.seen_T is None and (total + followed) * network.down.k * dtype.itemsize <= keep_bytes
-    kept = []
+    kept_TI = scratch((total, network.down.k), streams.x.dtype)
     source_down = network.read(network.down)
-    writes = network.down.n if streams.lack is not None and tokens.seen_T is None else 0
+    writes = network.down.n if streams.lack is not None and not tokens.all_seen else 0
     second = evidence(network.down.k, total, writes).of([source_down])
     for part in _parts(total, chunk_tokens):
-        hidden, source_hidden, index = run(part, seen)
+        x, source_x, index = _take(streams, seen, part)
+        hidden = network.hidden(x, solved, dtype)
+        source_hidden = None if source_x is None else network.hidden(source_x, source, dtype)
         lack = streams.lack_of(index, len(hidden), _slice(tokens.scale_T, part)) if second.wants_lack else None
         weight = streams.weight_of(index, len(hidden), _slice(tokens.weight_T, part))
         second.add(hidden, source_hidden, index, weight, lack)
-        if keep:
-            kept.append((hidden, source_hidden, index))
-    solved_down = solve([network.down], [source_down], second)[0]
-
-    routed = streams.x.shape[0] if tokens.index_T is None else len(tokens.index_T)
-    for number, part in enumerate(_parts(routed, chunk_tokens)):
-        hidden, source_hidden, index = kept[number] if keep else run(part, tokens.index_T)
-        scale = _slice(tokens.scale_T, part)
-        out = linear(hidden, solved_down, None, dtype)
-        _add(streams.out, index, out, scale)
-        if watch is not None:
-            watch(network.down, index, out, scale)
+        kept_TI[part] = hidden
+        own, index, scale = tokens.reached(part)
         if source_hidden is not None and streams.source_out is not None:
-            out = linear(source_hidden, source_down, None, dtype)
             there = streams.followed_rows(index, index).start if isinstance(index, int) else streams.followed(index)
-            _add(streams.source_out, there, out, scale)
+            streams.write(streams.source_out, there, linear(source_hidden[own], source_down, None, dtype), scale)
+    solved_down = solve([network.down], [source_down], second)[0]
+    del second
+
+    for part in _parts(total, chunk_tokens):
+        own, index, scale = tokens.reached(part)
+        out = linear(kept_TI[part][own], solved_down, None, dtype)
+        streams.write(streams.out, index, out, scale)
+        if watch is not None and len(out):
+            watch(network.down, index, out, scale)
 
 
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def _parts(count: int, size: int) -> Iterator[slice]:
+    """Ranges of so many tokens; pages of files that one of them touched are released before the next."""
+    for start in range(0, count, size):
+        release_pages()
+        yield slice(start, min(start + size, count))
 
 
 def _slice(values: Tensor | None, part: slice) -> Tensor | None:
@@ -190,11 +212,3 @@ def _take(streams: Streams, index_T: Tensor | None, part: slice) -> tuple[Tensor
     if streams.source_x is None:
         return streams.x.index_select(0, index), None, index
     return streams.x.index_select(0, index), streams.source_x.index_select(0, streams.followed(index)), index
-
-
-def _add(out: Tensor, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:
-    y = y_TD if scale_T is None else y_TD * scale_T[:, None]
-    if isinstance(index, int):
-        out[index : index + y.shape[0]] += y
-    else:
-        out.index_add_(0, index, y)

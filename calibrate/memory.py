@@ -39,15 +39,15 @@ _COPIES, _SLICES = 4, 8
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """`chunk_windows` windows go through a layer's attention together; feed-forward networks take `chunk_tokens` tokens
-    at a time and keep up to `keep_bytes` of hidden activations instead of computing them twice; buffers of
-    `scratch_bytes` lie on disk (0: in memory). `peak_bytes` is the prediction, `least_bytes` what no cut can go below.
+    at a time. Both streams at a layer's ends, and buffers for all tokens, lie in files of `stream_bytes`. `short`: the
+    cap leaves no room for freed memory that is not given back. `peak_bytes` is the prediction, `least_bytes` what no
+    cut can go below.
     """
 
     chunk_windows: int
     chunk_tokens: int
-    keep_bytes: int
-    scratch_bytes: int
     stream_bytes: int
+    short: bool
     peak_bytes: int
     least_bytes: int
 
@@ -75,30 +75,39 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
     fixed = INTERPRETER_BYTES + max(weights + _solving(inside, held_tokens), _solving(outside, held_tokens))
     if settings.quant.activations == "int4-channel":  # the sample, and what is made of it while scales are searched
         fixed += 4 * _F32 * SAMPLE_TOKENS * max(one.k for one in items)
-    boundaries = 2 * streams * tokens * hidden * item
-    buffers = streams * tokens * hidden * (2 * item + 2 * _F32) + (streams - 1) * tokens * hidden * item
-    on_disk = fixed + boundaries + buffers > cap * 3 // 4
-    # Inputs kept for the source stream, outputs of the linears, and about as much again inside the attention.
+    # Inputs of the linears in one stream, outputs of all, and about as much again inside the attention.
     per_window = settings.seqlen * item * 3 * (sum(one.n for one in first) + hidden * 4)
     passing = per_window + _indexing(config, settings.seqlen)
     width = max((one.k for one in items if one.role == "down"), default=hidden)
     per_token = width * _F32 * 8
-    room = max(cap - fixed - (0 if on_disk else boundaries + buffers), 0)
+    room = max(cap - fixed, 0)
+    most_windows = min(settings.num_samples, MOST_CHUNK_TOKENS // settings.seqlen)
     solving_room, passing_room = int(room * 0.6), int((room + fixed - INTERPRETER_BYTES - weights) * 0.8)
-    chunk_windows = max(1, min(settings.num_samples, solving_room // per_window, passing_room // passing))
+    chunk_windows = max(1, min(most_windows, solving_room // per_window, passing_room // passing))
     chunk_tokens = max(256, min(MOST_CHUNK_TOKENS, int(room * 0.2) // per_token))
-    keep = min(int(room * 0.3), streams * tokens * width * item)
-    used = max(chunk_windows * per_window, chunk_tokens * per_token + keep)
+    used = max(chunk_windows * per_window, chunk_tokens * per_token)
     used = max(used, INTERPRETER_BYTES + weights + chunk_windows * passing - fixed)
+    stream_bytes = _files(tokens * item, streams, hidden, first, outside)
     return Cut(
         chunk_windows=chunk_windows,
         chunk_tokens=chunk_tokens,
-        keep_bytes=keep,
-        scratch_bytes=buffers if on_disk else 0,
-        stream_bytes=boundaries,
-        peak_bytes=fixed + (0 if on_disk else boundaries + buffers) + used,
+        stream_bytes=stream_bytes,
+        short=fixed + stream_bytes > cap * 3 // 4,
+        peak_bytes=fixed + used,
         least_bytes=max(fixed + max(per_window, 256 * per_token), INTERPRETER_BYTES + weights + passing),
     )
+
+
+def _files(channel: int, streams: int, hidden: int, inside: list[Linear], outside: list[Linear]) -> int:
+    """Bytes of files for all tokens, of which one channel takes `channel`: both streams at both ends of a layer, and
+    what is kept of its attention (`inside`) or of its feed-forward networks."""
+    groups = {one.group: one.k for one in inside}.values()
+    attention = (streams - 1) * sum(groups) + max(groups, default=0) + streams * hidden
+    experts = any(one.expert is not None for one in outside)
+    width = max((one.k for one in outside if one.role == "down"), default=0)
+    # Inputs, what is lacking, and where there are experts the sums of their outputs, in float32, and a shared one's.
+    feed_forward = width + (2 * streams - 1) * hidden + (streams * 3 * hidden if experts else 0)
+    return channel * (2 * streams * hidden + max(attention, feed_forward))
 
 
 def _indexing(config: Any, seqlen: int) -> int:
@@ -130,10 +139,29 @@ def give_freed_memory_back() -> None:
 
     For where memory is short: tensors are mapped anew each time, a sixth of the time that SmolLM2-135M takes.
     """
-    setting = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    setting = _allocator("mallopt")
     if setting is not None:
         setting(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
         setting(_M_TRIM_THRESHOLD, _TRIMMED_BYTES)
+
+
+def bound_kernel_caches() -> None:
+    """Have PyTorch and oneDNN keep few of the kernels they make for every number of tokens, since each expert has its
+    own: 80 MB a layer of 8 experts, up to a thousand kernels. For the rest of this process, and only before its first
+    product; limits that are set already stay."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
+
+
+def trim_freed_memory() -> None:
+    """Have glibc return what is free in its heap now, holes included; elsewhere nothing happens."""
+    trim = _allocator("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _allocator(function: str) -> Any:
+    return getattr(ctypes.CDLL(None), function, None) if os.name == "posix" else None
 
 
 def physical_memory() -> int:

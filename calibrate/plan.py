@@ -28,8 +28,7 @@ class Plan:
     """A calibration's cost and pieces. Sizes in bytes.
 
     `eight`: matrices stored in 8 bits. `chunk_windows` windows go through a layer's attention together; feed-forward
-    networks take `chunk_tokens` tokens at a time and keep up to `keep_bytes` of hidden activations instead of computing
-    them twice.
+    networks take `chunk_tokens` tokens at a time.
     """
 
     family: Family
@@ -51,8 +50,7 @@ class Plan:
     coverage_target: int
     chunk_windows: int
     chunk_tokens: int
-    keep_bytes: int
-    scratch_on_disk: bool
+    memory_short: bool
     work_dir: Path
     warnings: list[str] = field(default_factory=list)
 
@@ -138,7 +136,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         quantized_weights=weights,
         export_bytes=packed + kept,
         journal_bytes=packed + candidate_bytes(offering, settings.quant.shadow_budget),
-        stream_bytes=max(pieces.stream_bytes + pieces.scratch_bytes, candidates),
+        stream_bytes=max(pieces.stream_bytes, candidates),
         peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,
         least_memory_bytes=pieces.least_bytes,
@@ -149,8 +147,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         coverage_target=settings.coverage_target,
         chunk_windows=pieces.chunk_windows,
         chunk_tokens=pieces.chunk_tokens,
-        keep_bytes=pieces.keep_bytes,
-        scratch_on_disk=pieces.scratch_bytes > 0,
+        memory_short=pieces.short,
         work_dir=Path(work_dir),
         warnings=_warnings(items, settings, each),
     )

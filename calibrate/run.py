@@ -27,13 +27,13 @@ from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import LayerOutcome, LayerSolver
 from glm5_quant.calibrate.markdown import render
-from glm5_quant.calibrate.memory import give_freed_memory_back, run_dtype
+from glm5_quant.calibrate.memory import bound_kernel_caches, give_freed_memory_back, run_dtype, trim_freed_memory
 from glm5_quant.calibrate.plan import Plan, make_plan
 from glm5_quant.calibrate.precision import write_tables
 from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
 from glm5_quant.calibrate.shadows import shadowed
-from glm5_quant.calibrate.stream import NAMES, Stream
+from glm5_quant.calibrate.stream import NAMES, Stream, windows
 from glm5_quant.model import atomic
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -101,12 +101,13 @@ def calibrate(
         StoppedSafely: `should_stop` said so.
     """
     started = time.monotonic()
+    bound_kernel_caches()
     settings = settings or Settings()
     source = open_checkpoint(model)
     checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
-    if plan.scratch_on_disk:
+    if plan.memory_short:
         give_freed_memory_back()
     packed = _read_data(checkpoint, dataset, settings)
     manifest = _manifest(source, dataset, packed, settings, plan)
@@ -157,12 +158,11 @@ class _Run:
             dtype=dtype,
             source_first=len(ids_WT) - plan.source_windows(len(ids_WT), settings.held_windows(len(ids_WT))),
             chunk_tokens=plan.chunk_tokens,
-            keep_bytes=plan.keep_bytes,
             activation=activation(runner.config),
             token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
             shadowed=frozenset(i.name for i in self.offering) if settings.quant.shadow_budget else frozenset(),
             spill_folder=journal.folder / "stream",
-            scratch_folder=journal.folder / "stream" if plan.scratch_on_disk else None,
+            scratch_folder=journal.folder / "stream",
         )
         names = NAMES if self.context.two_streams else NAMES[1:]
         windows, seqlen = ids_WT.shape
@@ -198,12 +198,14 @@ class _Run:
                 offset = len(self.context.ids_WT) - len(tensor)
                 if last > offset:
                     tensor[max(first - offset, 0) : last - offset] = embedded[max(offset - first, 0) :]
+        self.context.runner.release_embedding()
         for stream in self.streams.values():
             stream.commit(0, {})
         return hidden
 
     def _layer(self, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         started = time.monotonic()
+        trim_freed_memory()
         outputs = {name: stream.create(layer + 1) for name, stream in self.streams.items()}
         side = {name: stream.side for name, stream in self.streams.items()}
         outcome = LayerSolver(self.context, layer, inputs, side).run(outputs)
@@ -357,7 +359,7 @@ def _stream_error(outputs: dict[str, Tensor]) -> float | None:
         return None
     wrong = size = 0.0
     followed = outputs["quantized"][-len(outputs["source"]) :]
-    for quantized, source in zip(followed, outputs["source"], strict=True):
+    for quantized, source in windows(followed, outputs["source"]):
         wrong += float((quantized.float() - source.float()).square().sum(dtype=torch.float64))
         size += float(source.float().square().sum(dtype=torch.float64))
     return wrong / size if size else None

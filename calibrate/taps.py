@@ -1,15 +1,13 @@
-"""Stop a layer at its linears: collect their inputs, solve them when all tokens have been seen, go on with the result.
+"""Stop a layer at its linears: see what they read, and go on with what was made of them.
 
 A transformers layer runs from its first line to its last. To solve `q_proj` before `o_proj` sees its tokens, every
-linear to be quantized is replaced by a `Tap`. When an unsolved one is reached, its input is collected; the forward is
-then broken off (`StageReached`) unless this was the last chunk of tokens, in which case the linears that share this
-input are solved at once and the forward goes on with the solved weights. With all tokens in one chunk a layer runs
-through in a single pass; with more chunks each stage costs one partial pass.
+linear to be quantized is replaced by a `Tap`. A forward is broken off at the first one that is not solved yet
+(`StageReached`, which holds its input), and goes through those that are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -21,7 +19,11 @@ SLICE_VALUES = 1 << 20
 
 
 class StageReached(Exception):
-    """An unsolved linear was reached and its input collected: the rest of this forward is not wanted."""
+    """An unsolved linear was reached with this input: the rest of the forward is not wanted."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
 
 
 class Tap(nn.Module):
@@ -69,53 +71,53 @@ def install(root: nn.Module, names: dict[str, str], weights: dict[str, Tensor], 
 
 
 class Recorder:
-    """Handler of the source stream: computes, and keeps each distinct input with the names of its readers."""
+    """Handler of the source stream: computes, and keeps each distinct input with the names of its readers.
+
+    `returned` names the linear whose output the attention returns as it is, if there is one, and `rest` is what it
+    returns beside it.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.groups: list[list[str]] = []
         self.inputs: list[Tensor] = []
-
-    def reset(self) -> None:
-        self.groups, self.inputs = [], []
+        self.returned: str | None = None
+        self.rest: tuple[object, ...] = ()
+        self._last: tuple[str, Tensor] | None = None
 
     def __call__(self, tap: Tap, x: Tensor) -> Tensor:
-        for group, seen in zip(self.groups, self.inputs, strict=True):
-            if _same(x, seen):
-                group.append(tap.name)
-                break
-        else:
-            self.groups.append([tap.name])
+        group = next((i for i, seen in enumerate(self.inputs) if _same(x, seen)), len(self.inputs))
+        if group == len(self.inputs):
             self.inputs.append(x)
-        return tap.apply_weight(x, self.dtype)
+        if group == len(self.groups):
+            self.groups.append([])
+        if tap.name not in self.groups[group]:
+            self.groups[group].append(tap.name)
+        out = tap.apply_weight(x, self.dtype)
+        self._last = tap.name, out
+        return out
+
+    def take(self, value: object) -> list[Tensor]:
+        """The inputs of one forward, for the next to start anew; `value` is what the attention returned."""
+        first, *rest = value if isinstance(value, tuple) else (value,)
+        name, out = self._last or (None, None)
+        self.returned = name if first is out and all(one is None for one in rest) else None
+        self.rest = tuple(rest)
+        inputs, self.inputs, self._last = self.inputs, [], None
+        return inputs
 
 
 class Solver:
-    """Handler of the quantized stream: collects at unsolved linears, computes at solved ones.
+    """Handler of the quantized stream: computes at linears whose `solved` weight it has, by name, and breaks the
+    forward off at the first other one."""
 
-    `collect(group, x)` adds one chunk's statistics; `solve(group)` returns the solved weights by name, in `dtype`.
-    `last` and `single` say of the current chunk whether it is the last, and whether it is the only one.
-    """
-
-    def __init__(
-        self,
-        group_of: dict[str, int],
-        collect: Callable[[int, Tensor], None],
-        solve: Callable[[int], dict[str, Tensor]],
-        dtype: torch.dtype,
-    ) -> None:
-        self.group_of, self.collect, self.solve, self.dtype = group_of, collect, solve, dtype
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.solved: dict[str, Tensor] = {}
-        self.last = self.single = False
 
     def __call__(self, tap: Tap, x: Tensor) -> Tensor:
         if tap.name not in self.solved:
-            group = self.group_of[tap.name]
-            self.collect(group, x)
-            if self.last:
-                self.solved |= self.solve(group)
-            if not self.single:
-                raise StageReached
+            raise StageReached(x)
         return linear(x, self.solved[tap.name], tap.bias, self.dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,8 +96,6 @@ def calibrate(
 
     A stopped run goes on where it stopped when the same command is given again.
     """
-    # oneDNN keeps what it compiled for every number of tokens, and each expert has its own: 50 MB a layer by default.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
     from glm5_quant.calibrate.presets import make_settings
 

@@ -135,6 +135,10 @@ class LayerRunner:
         self.base.norm.to("meta")
         self.model.lm_head.to("meta")
 
+    def release_embedding(self) -> None:
+        """Free the memory of the embedding, which `embed` reads again if it is needed again."""
+        self.__dict__.pop("_table", None)
+
     def _recorders(self) -> list[_Recorder]:
         return [_Recorder(layer, self.family.side, first=i == 0) for i, layer in enumerate(self.base.layers)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from glm5_quant.calibrate.evidence import Evidence
-from glm5_quant.calibrate.memory import cut
+from glm5_quant.calibrate.memory import bound_kernel_caches, cut
 from glm5_quant.calibrate.settings import Settings
-from glm5_quant.calibrate.stream import release_pages, scratch
+from glm5_quant.calibrate.stream import release_pages, scratch, windows
 from glm5_quant.model.families import Linear, family_of
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
@@ -39,6 +40,56 @@ def test_pages_of_scratch_files_leave_the_process_and_their_values_come_back(tmp
     buffer[0, 0] = 7.0
     release_pages()
     assert buffer[0, :2].tolist() == [7.0, 1.0]
+
+
+@linux
+def test_streams_gone_through_window_by_window_are_never_all_in_memory(tmp_path: Path) -> None:
+    streams = [scratch(tmp_path, (64, MIB // 4)) for _ in range(2)]
+    release_pages()
+    before, most = resident("RssFile", "RssShmem"), 0
+    for number, (one, other) in enumerate(windows(*streams)):
+        one.fill_(number)
+        other.fill_(-number)
+        most = max(most, resident("RssFile", "RssShmem"))
+    assert most - before < 40 * MIB  # of 128
+    assert torch.equal(streams[0][:, 0], -streams[1][:, -1])
+    assert streams[0][:, 0].tolist() == list(range(64))
+
+
+@linux
+@pytest.mark.slow
+def test_peak_memory_hardly_follows_the_number_of_windows(tmp_path: Path) -> None:
+    """Peaks of two processes. With all windows of a layer in memory, the one with 128 more took 185 MB more."""
+    code = """
+import sys, torch
+torch.set_num_threads(1)
+from pathlib import Path
+from support_calibrate import sample_text, small
+from support_models import tiny
+from glm5_quant.calibrate.run import peak_memory_bytes
+folder, count = Path(sys.argv[1]), int(sys.argv[2])
+folder.mkdir()
+text = sample_text(folder, repeat=2000)
+report = small(tiny("llama", folder / "m"), folder / "w", dataset=text, num_samples=count, seqlen=512)
+assert report.tokens == count * 512
+print(peak_memory_bytes())
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    peaks = []
+    for count in (32, 160):
+        command = [sys.executable, "-c", code, str(tmp_path / str(count)), str(count)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        peaks.append(int(done.stdout.splitlines()[-1]))
+    assert peaks[1] - peaks[0] < 60 * MIB
+
+
+def test_kernels_are_kept_for_few_shapes_unless_the_caller_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # the rest of the session keeps its own
+    bound_kernel_caches()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "64"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "7"
 
 
 @linux

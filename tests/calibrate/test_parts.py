@@ -39,36 +39,36 @@ def test_recorder_groups_linears_by_the_input_they_read_and_changes_no_result() 
     assert torch.equal(recorder.inputs[0], x)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_every_stage_sees_all_tokens_computed_with_the_stages_before_it_solved(chunks: int) -> None:
+def test_recorder_names_the_linear_whose_output_is_returned_as_it_is_and_starts_anew() -> None:
+    toy, x = Toy(), torch.randn(5, 4)
+    recorder = Recorder(torch.float32)
+    weights = {name: module.weight.detach() for name, module in toy.named_children()}
+    install(toy, {name: name for name in weights}, weights, recorder)
+    inputs = recorder.take((toy(x), None))
+    assert [tuple(one.shape) for one in inputs] == [(5, 4), (5, 3)]
+    assert (recorder.returned, recorder.rest, recorder.inputs) == ("c", (None,), [])
+    assert len(recorder.take((2 * toy(x), None))) == 2
+    assert recorder.returned is None
+    recorder.take((toy(x), torch.ones(1)))
+    assert recorder.returned is None
+    assert recorder.groups == [["a", "b"], ["c"]]
+
+
+def test_a_forward_stops_at_the_first_linear_that_is_not_solved_and_goes_through_those_that_are() -> None:
     toy, x = Toy(), torch.randn(6, 4)
     solved = {"a": torch.randn(3, 4), "b": torch.randn(3, 4), "c": torch.randn(2, 3)}
-    seen: dict[int, list[Tensor]] = {0: [], 1: []}
-    groups = [["a", "b"], ["c"]]
-    solver = Solver(
-        {"a": 0, "b": 0, "c": 1},
-        lambda group, value: seen[group].append(value),
-        lambda group: {name: solved[name] for name in groups[group]},
-        torch.float32,
-    )
-    taps = install(toy, {name: name for name in solved}, solved, solver)
-    solver.single = chunks == 1
-    parts = x.chunk(chunks)
-    outputs: list[Tensor] = []
-    for _ in range(5):
-        outputs = []
-        for number, part in enumerate(parts):
-            solver.last = number == chunks - 1
-            try:
-                outputs.append(toy(part))
-            except StageReached:
-                continue
-        if len(outputs) == chunks:
-            break
+    solver = Solver(torch.float32)
+    taps = install(toy, {name: name for name in solved}, dict.fromkeys(solved, torch.zeros(1, 1)), solver)
+    with pytest.raises(StageReached) as stage:
+        toy(x)
+    assert stage.value.x is x
+    solver.solved |= {name: solved[name] for name in "ab"}
     middle = torch.tanh(x @ solved["a"].T + taps["a"].bias) + x @ solved["b"].T
-    assert torch.allclose(torch.cat(seen[0]), x)
-    assert torch.allclose(torch.cat(seen[1]), middle, atol=1e-6)
-    assert torch.allclose(torch.cat(outputs), middle @ solved["c"].T + taps["c"].bias, atol=1e-6)
+    with pytest.raises(StageReached) as stage:
+        toy(x)
+    assert torch.allclose(stage.value.x, middle, atol=1e-6)
+    solver.solved["c"] = solved["c"]
+    assert torch.allclose(toy(x), middle @ solved["c"].T + taps["c"].bias, atol=1e-6)
 
 
 def test_swapped_modules_come_back_even_after_an_error() -> None:
@@ -197,6 +197,7 @@ def test_scratch_on_disk_leaves_no_file_behind(tmp_path: Path) -> None:
     buffer = scratch(tmp_path, (3, 5))
     buffer += 1
     assert float(buffer.sum()) == 15
+    assert scratch(tmp_path, (0, 5)).shape == (0, 5)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,6 +20,7 @@ from support_models import OVERRIDES, byte_tokenizer, read_tensors, rewrite, tin
 from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.run import StoppedSafely, token_weight
 from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.taps import Recorder
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import family_of, linears, read_linear
@@ -130,7 +131,7 @@ def test_many_chunks_solve_the_same_as_one(
 
     def chopped(*args: object) -> object:
         plan = make_plan(*args)  # type: ignore[arg-type]
-        return dataclasses.replace(plan, chunk_windows=3, chunk_tokens=100, keep_bytes=0, scratch_on_disk=True)
+        return dataclasses.replace(plan, chunk_windows=3, chunk_tokens=100, memory_short=True)
 
     monkeypatch.setattr("glm5_quant.calibrate.run.make_plan", chopped)
     small(model, tmp_path / "b")
@@ -140,6 +141,49 @@ def test_many_chunks_solve_the_same_as_one(
         assert float(same) > 0.999 or dtype == torch.bfloat16, name
         assert two.record(0).modules[name].error == pytest.approx(one.record(0).modules[name].error, rel=off)
     assert one.record(3).coverage == two.record(3).coverage
+
+
+@pytest.mark.parametrize("model_type", ["llama", "glm4_moe"])
+def test_an_attention_computed_from_what_its_last_linear_read_is_the_one_run_once_more(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, returned = tiny(model_type, tmp_path / "m"), set()
+    take = Recorder.take
+
+    def noted(self: Recorder, value: object) -> list[torch.Tensor]:
+        inputs = take(self, value)
+        returned.add(self.returned)
+        return inputs
+
+    def unknown(self: Recorder, value: object) -> list[torch.Tensor]:
+        inputs, self.returned = take(self, value), None
+        return inputs
+
+    monkeypatch.setattr(Recorder, "take", noted)
+    small(model, tmp_path / "a")
+    assert "model.layers.1.self_attn.o_proj" in returned
+    monkeypatch.setattr(Recorder, "take", unknown)
+    small(model, tmp_path / "b")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_windows_before_those_that_the_source_stream_follows_may_fill_whole_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", tmp_path / "m", dtype=torch.float32)
+    monkeypatch.setattr("glm5_quant.calibrate.plan.SOURCE_TOKENS_PER_CHANNEL", 1)
+    errors = []
+    for chunk_windows in (8, 2):
+
+        def chopped(*args: object, count: int = chunk_windows) -> object:
+            return dataclasses.replace(make_plan(*args), chunk_windows=count)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("glm5_quant.calibrate.run.make_plan", chopped)
+        small(model, tmp_path / str(chunk_windows))
+        journal = open_journal(tmp_path / str(chunk_windows) / "calibration")
+        errors.append([module.held_out_error or 0.0 for module in journal.record(1).modules.values()])
+    assert any(errors[0])
+    assert errors[1] == pytest.approx(errors[0], rel=1e-2)
 
 
 def test_a_source_stream_over_the_last_windows_is_the_whole_ones_end(

@@ -23,6 +23,7 @@ def test_a_lack_is_that_of_the_followed_tokens_now_in_units_of_the_networks_outp
         source_x=torch.zeros(5, 2),
         source_out=torch.randn(5, 2),
         source_from=3,
+        added=True,
         lack=torch.randn(5, 2),
     )
     assert streams.lack is not None and streams.source_out is not None
