@@ -1,0 +1,164 @@
+"""An expert that few tokens reach: its error on other tokens after solving, beside round-to-nearest and plain GPTQ.
+
+    python benchmarks/cold_experts.py --model MODEL --tokens tokens.safetensors --out results.json
+
+`tokens.safetensors` is what benchmarks/peers/tokens.py wrote. The source model reads its calibration windows once; inputs
+and router weights of every expert of a few layers are kept. Each expert is then solved, as preset `default` does it, from
+its first 64, 128, 256 and 512 tokens, and judged on its last 4,096: gate and up on the source's inputs, down on what the
+solved gate and up make of them. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by their router weight
+squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed: neither the target
+correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where tokens are fewer than inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from glm5_quant.eval.model_parts import decoder_layers, experts_of
+from glm5_quant.model import load
+from glm5_quant.quant.config import PRESETS, QuantConfig
+from glm5_quant.quant.errors import relative_error
+from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
+from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.statistics import Moments
+
+TOKENS = (64, 128, 256, 512)
+HELD = 4096
+METHODS: dict[str, QuantConfig | None] = {
+    "default": PRESETS["default"],
+    "gptq": replace(PRESETS["default"], shrink=False),
+    "round-to-nearest": None,
+}
+
+
+@dataclass
+class Expert:
+    """Inputs [T, D] and router weights [T] of the tokens that reach an expert, and its matrices [N, K]."""
+
+    x_TD: Tensor
+    weight_T: Tensor
+    gate_up_NK: Tensor
+    down_NK: Tensor
+    activation: torch.nn.Module
+
+    def hidden(self, x_TD: Tensor, gate_up_NK: Tensor) -> Tensor:
+        """act(gate x) * (up x), [T, I]."""
+        gate, up = (x_TD @ gate_up_NK.T).chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+
+@torch.inference_mode()
+def collect(model: torch.nn.Module, windows_WT: Tensor, wanted: list[int]) -> dict[tuple[int, int], Expert]:
+    """The experts of the wanted layers with all tokens that reach them."""
+    seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in wanted}
+    modules, handles = {}, []
+    for layer in wanted:
+        modules[layer] = experts_of(decoder_layers(model)[layer])
+        keep = seen[layer]
+        handles.append(
+            modules[layer].register_forward_pre_hook(
+                lambda module, args, kwargs, keep=keep: keep.append(tuple([*args, *kwargs.values()][:3])),
+                with_kwargs=True,
+            )
+        )
+    for ids in windows_WT:
+        model.base_model(input_ids=ids[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    found = {}
+    for layer, calls in seen.items():
+        x, index, weights = (torch.cat([call[i].flatten(0, -2) for call in calls]) for i in range(3))
+        module = modules[layer]
+        for expert in range(len(module.down_proj)):
+            rows, slot = (index == expert).nonzero(as_tuple=True)
+            found[layer, expert] = Expert(
+                x[rows], weights[rows, slot], module.gate_up_proj[expert], module.down_proj[expert], module.act_fn
+            )
+    return found
+
+
+def moments(x_TK: Tensor, weight_T: Tensor) -> Moments:
+    """Second moments of some tokens, weighted by router weight squared."""
+    found = Moments.empty(x_TK.shape[1])
+    found.add(x_TK, weight_T.square())
+    return found
+
+
+def rounded(weight_NK: Tensor, seen: Moments, config: QuantConfig | None) -> Tensor:
+    """The dequantized weight of one method; None is round-to-nearest."""
+    if config is None:
+        grid = minmax_grid(weight_NK)
+        return dequantize(quantize(weight_NK, grid), grid)
+    solved = solve(weight_NK, seen.hessian_KK, config, n_eff=seen.n_eff)
+    return dequantize(solved.codes, solved.grid)
+
+
+def errors(expert: Expert, count: int, config: QuantConfig | None) -> dict[str, float]:
+    """Held-out errors of an expert solved from its first `count` tokens."""
+    fit, held = slice(0, count), slice(-HELD, None)
+    first = rounded(expert.gate_up_NK, moments(expert.x_TD[fit], expert.weight_T[fit]), config)
+    hidden = expert.hidden(expert.x_TD, first)
+    second = rounded(expert.down_NK, moments(hidden[fit], expert.weight_T[fit]), config)
+    judged = moments(expert.x_TD[held], expert.weight_T[held]), moments(hidden[held], expert.weight_T[held])
+    whole = expert.hidden(expert.x_TD[held], expert.gate_up_NK) @ expert.down_NK.T
+    lost = (hidden[held] @ second.T - whole).square().sum(-1) @ expert.weight_T[held].square()
+    return {
+        "gate and up": float(relative_error(expert.gate_up_NK, first, judged[0].hessian_KK)),
+        "down": float(relative_error(expert.down_NK, second, judged[1].hessian_KK)),
+        "output": float(lost / (whole.square().sum(-1) @ expert.weight_T[held].square())),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tokens", type=Path, required=True, help="file that benchmarks/peers/tokens.py wrote")
+    parser.add_argument("--windows", type=int, default=24)
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21, 28])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = load(args.model, dtype=torch.float32)
+    experts = collect(model, load_file(args.tokens)["calibration"][: args.windows], args.layers)
+    experts = {place: one for place, one in experts.items() if len(one.x_TD) >= HELD + max(TOKENS)}
+    if not experts:
+        raise SystemExit(f"no expert has {HELD + max(TOKENS)} tokens: use more --windows")
+    inputs = {"gate and up": next(iter(experts.values())).gate_up_NK.shape[1]}
+    inputs["down"] = next(iter(experts.values())).down_NK.shape[1]
+    print(f"{len(experts)} experts; inputs: gate and up {inputs['gate and up']}, down {inputs['down']}")
+    print(
+        "| tokens | matrix | error of round-to-nearest | plain GPTQ / it | default / it | worst expert | above 0.85 |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    records = []
+    with torch.inference_mode():
+        for count in TOKENS:
+            by_method = {
+                name: [errors(one, count, config) for one in experts.values()] for name, config in METHODS.items()
+            }
+            for matrix in ("gate and up", "down", "output"):
+                values = {name: torch.tensor([one[matrix] for one in found]) for name, found in by_method.items()}
+                base = values["round-to-nearest"]
+                ours, gptq = values["default"] / base, values["gptq"] / base
+                cold = matrix in inputs and count < inputs[matrix]
+                print(
+                    f"| {count}{' (cold)' if cold else ''} | {matrix} | {base.mean():.5f} | {gptq.mean():.3f} | "
+                    f"{ours.mean():.3f} | {ours.max():.3f} | {int((ours > 0.85).sum())} of {len(ours)} |"
+                )
+                records.append(
+                    {"tokens": count, "matrix": matrix, "cold": cold, **{n: v.tolist() for n, v in values.items()}}
+                )
+    if args.out is not None:
+        date = datetime.now(UTC).date().isoformat()
+        args.out.write_text(json.dumps({"date": date, "model": args.model.name, "records": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
