@@ -4,11 +4,11 @@
 
 `tokens.safetensors` is what benchmarks/peers/tokens.py wrote. The source model reads its calibration windows once;
 inputs and router weights of every expert of a few layers are kept. Each expert is then solved, as preset `default`
-does it, from its first 64, 128, 256 and 512 tokens, and judged on its last 4,096: gate and up on the source's inputs, down on
-what the solved gate and up make of them. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by their router
-weight squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed: neither the
-target correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where tokens are fewer
-than inputs.
+does it, from its first 64, 128, 256 and 512 tokens, and judged on its last 4,096: gate and up on the source's inputs,
+down on what the solved gate and up make of them. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by
+their router weight squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed:
+neither the target correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where
+tokens are fewer than inputs.
 """
 
 from __future__ import annotations
