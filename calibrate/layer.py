@@ -214,6 +214,7 @@ class LayerSolver:
             )
             self.result.spill()
             self.shadows.offers.spill()
+            trim_freed_memory()
 
     def _read(self, item: Linear) -> Tensor:
         return read_linear(self.context.checkpoint, item).to(self.context.settings.device)
