@@ -5,14 +5,14 @@ Dimensions: T tokens, D hidden, I intermediate. Only one network's matrices are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence
-from glm5_quant.calibrate.stream import release_pages
+from glm5_quant.calibrate.stream import token_parts
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
@@ -155,7 +155,7 @@ def solve_network(
     total = streams.x.shape[0] if seen is None else len(seen)
 
     first = evidence(network.inputs[0].k, total).of(source)
-    for part in _parts(total, chunk_tokens):
+    for part in token_parts(total, chunk_tokens):
         x, source_x, index = _take(streams, seen, part)
         first.add(x, source_x, index, _slice(tokens.weight_T, part))
     if pool is not None:
@@ -167,7 +167,7 @@ def solve_network(
     source_down = network.read(network.down)
     writes = network.down.n if streams.lack is not None and not tokens.all_seen else 0
     second = evidence(network.down.k, total, writes).of([source_down])
-    for part in _parts(total, chunk_tokens):
+    for part in token_parts(total, chunk_tokens):
         x, source_x, index = _take(streams, seen, part)
         hidden = network.hidden(x, solved, dtype)
         source_hidden = None if source_x is None else network.hidden(source_x, source, dtype)
@@ -182,19 +182,12 @@ def solve_network(
     solved_down = solve([network.down], [source_down], second)[0]
     del second
 
-    for part in _parts(total, chunk_tokens):
+    for part in token_parts(total, chunk_tokens):
         own, index, scale = tokens.reached(part)
         out = linear(kept_TI[part][own], solved_down, None, dtype)
         streams.write(streams.out, index, out, scale)
         if watch is not None and len(out):
             watch(network.down, index, out, scale)
-
-
-def _parts(count: int, size: int) -> Iterator[slice]:
-    """Ranges of so many tokens; pages of files that one of them touched are released before the next."""
-    for start in range(0, count, size):
-        release_pages()
-        yield slice(start, min(start + size, count))
 
 
 def _slice(values: Tensor | None, part: slice) -> Tensor | None:

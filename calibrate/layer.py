@@ -28,7 +28,7 @@ from glm5_quant.calibrate.router import refit_layer
 from glm5_quant.calibrate.shadows import ShadowFinder
 from glm5_quant.calibrate.solve import LayerResult, solve_group
 from glm5_quant.calibrate.spill import Spill
-from glm5_quant.calibrate.stream import release_pages, windows
+from glm5_quant.calibrate.stream import release_pages, token_parts, windows
 from glm5_quant.calibrate.taps import Keep, Replay, slice_norms, swapped
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
@@ -246,8 +246,8 @@ class LayerSolver:
         x_TD = flat["quantized"]
         (tokens, dim), device, sampled = x_TD.shape, self.context.settings.device, self.context.sampled
         pool = Evidence.empty(dim, tokens=tokens, held_from=tokens, gap=False, device=device, sampled=sampled)
-        for start in range(0, tokens, self.context.chunk_tokens):
-            pool.add(x_TD[start : start + self.context.chunk_tokens], None, start)
+        for part in token_parts(tokens, self.context.chunk_tokens):
+            pool.add(x_TD[part], None, part.start)
         return pool
 
     def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:

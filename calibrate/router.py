@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.stream import token_parts
 from glm5_quant.model.checkpoint import DTYPES
 from glm5_quant.model.families import disk_name
 from glm5_quant.model.journal import RouterRecord
@@ -58,9 +59,8 @@ def refit_layer(
     evidence = Evidence.empty(
         x_TD.shape[1], tokens=len(x_TD), held_from=first, gap=True, device=context.settings.device
     )
-    for start in range(0, first, context.chunk_tokens):
-        part = slice(start, min(start + context.chunk_tokens, first))
-        evidence.add(x_TD[part], flat["source"][part], start)
+    for part in token_parts(first, context.chunk_tokens):
+        evidence.add(x_TD[part], flat["source"][part], part.start)
     stored = DTYPES.get(context.checkpoint.info(name).dtype, torch.float32)
     delta = context.settings.quant.target_delta
     record, new = refit_router(router, evidence, route, (x_TD[first:], chosen_TA[first:]), stored, delta)

@@ -114,6 +114,13 @@ def windows(*streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield side_by_side
 
 
+def token_parts(count: int, size: int) -> Iterator[slice]:
+    """Ranges of so many tokens; pages of files that one of them touched are released before the next."""
+    for start in range(0, count, size):
+        release_pages()
+        yield slice(start, min(start + size, count))
+
+
 def release_pages() -> None:
     """Stop counting the files' pages as this process's memory. What they hold stays in the page cache, or on disk once
     the kernel needs the room, and comes back when it is next touched."""
