@@ -4,7 +4,7 @@
 
 `tokens.safetensors` is what benchmarks/peers/tokens.py wrote. The source model reads its calibration windows once;
 inputs and router weights of every expert of a few layers are kept. Each expert is then solved, as preset `default`
-does it, from its first 64, 128, 256 and 512 tokens, and judged on its last 4,096: gate and up on the source's inputs,
+does it, from its first `--counts` tokens, and judged on its last `--held`: gate and up on the source's inputs,
 down on what the solved gate and up make of them. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by
 their router weight squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed:
 neither the target correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where
@@ -29,14 +29,14 @@ from glm5_quant.quant.config import PRESETS, QuantConfig
 from glm5_quant.quant.errors import relative_error
 from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.shrinkage import Noise
 from glm5_quant.quant.statistics import Moments
 
-TOKENS = (64, 128, 256, 512)
-HELD = 4096
+PLAIN = "round-to-nearest"
 METHODS: dict[str, QuantConfig | None] = {
+    PLAIN: None,
+    "gptq": replace(PRESETS["default"], shrink=False, descent_sweeps=0),
     "default": PRESETS["default"],
-    "gptq": replace(PRESETS["default"], shrink=False),
-    "round-to-nearest": None,
 }
 
 
@@ -61,8 +61,11 @@ def collect(model: torch.nn.Module, windows_WT: Tensor, wanted: list[int]) -> di
     """The experts of the wanted layers with all tokens that reach them."""
     seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in wanted}
     modules, handles = {}, []
+    layers = decoder_layers(model)
     for layer in wanted:
-        modules[layer] = experts_of(decoder_layers(model)[layer])
+        if layer >= len(layers) or experts_of(layers[layer]) is None:
+            raise SystemExit(f"--layers: no experts in layer {layer} (the model has {len(layers)} layers)")
+        modules[layer] = experts_of(layers[layer])
         keep = seen[layer]
         handles.append(
             modules[layer].register_forward_pre_hook(
@@ -98,13 +101,14 @@ def rounded(weight_NK: Tensor, seen: Moments, config: QuantConfig | None) -> Ten
     if config is None:
         grid = minmax_grid(weight_NK)
         return dequantize(quantize(weight_NK, grid), grid)
-    solved = solve(weight_NK, seen.hessian_KK, config, n_eff=seen.n_eff)
+    noise = Noise.of(seen.hessian_KK, seen, seen.sample_TK)
+    solved = solve(weight_NK, seen.hessian_KK, config, n_eff=seen.n_eff, noise=noise)
     return dequantize(solved.codes, solved.grid)
 
 
-def errors(expert: Expert, count: int, config: QuantConfig | None) -> dict[str, float]:
-    """Held-out errors of an expert solved from its first `count` tokens."""
-    fit, held = slice(0, count), slice(-HELD, None)
+def errors(expert: Expert, count: int, last: int, config: QuantConfig | None) -> dict[str, float]:
+    """Errors over its `last` tokens of an expert solved from its first `count`."""
+    fit, held = slice(0, count), slice(-last, None)
     first = rounded(expert.gate_up_NK, moments(expert.x_TD[fit], expert.weight_T[fit]), config)
     hidden = expert.hidden(expert.x_TD, first)
     second = rounded(expert.down_NK, moments(hidden[fit], expert.weight_T[fit]), config)
@@ -124,13 +128,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=Path, required=True, help="file that benchmarks/peers/tokens.py wrote")
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12, 21, 28])
+    parser.add_argument("--counts", type=int, nargs="+", default=[64, 128, 256, 512], help="tokens to solve from")
+    parser.add_argument("--held", type=int, default=4096, help="tokens to judge on")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     model = load(args.model, dtype=torch.float32)
     experts = collect(model, load_file(args.tokens)["calibration"][: args.windows], args.layers)
-    experts = {place: one for place, one in experts.items() if len(one.x_TD) >= HELD + max(TOKENS)}
+    needed = args.held + max(args.counts)
+    experts = {place: one for place, one in experts.items() if len(one.x_TD) >= needed}
     if not experts:
-        raise SystemExit(f"no expert has {HELD + max(TOKENS)} tokens: use more --windows")
+        raise SystemExit(f"no expert has {needed} tokens: use more --windows")
     inputs = {"gate and up": next(iter(experts.values())).gate_up_NK.shape[1]}
     inputs["down"] = next(iter(experts.values())).down_NK.shape[1]
     print(f"{len(experts)} experts; inputs: gate and up {inputs['gate and up']}, down {inputs['down']}")
@@ -140,13 +147,15 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     records = []
     with torch.inference_mode():
-        for count in TOKENS:
+        plain = [errors(one, 1, args.held, None) for one in experts.values()]
+        for count in args.counts:
             by_method = {
-                name: [errors(one, count, config) for one in experts.values()] for name, config in METHODS.items()
+                name: plain if config is None else [errors(one, count, args.held, config) for one in experts.values()]
+                for name, config in METHODS.items()
             }
             for matrix in ("gate and up", "down", "output"):
                 values = {name: torch.tensor([one[matrix] for one in found]) for name, found in by_method.items()}
-                base = values["round-to-nearest"]
+                base = values[PLAIN]
                 ours, gptq = values["default"] / base, values["gptq"] / base
                 cold = matrix in inputs and count < inputs[matrix]
                 print(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Part
+from glm5_quant.calibrate.seen import Seen
 from glm5_quant.model.families import Linear
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.errors import quadratic_rows
@@ -27,7 +28,7 @@ from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rotation import rotate, rotate_moments
 from glm5_quant.quant.rounding import solve
 from glm5_quant.quant.shadow import find_columns, prefix_residual
-from glm5_quant.quant.shrinkage import trusted
+from glm5_quant.quant.shrinkage import Noise, trusted
 
 ROWS = 64
 # At most this many layers are looked at, and one of ten.
@@ -69,7 +70,6 @@ class Ablation:
         weights_NK: list[Tensor],
         targets_NK: list[Tensor],
         part: Part,
-        trust: float | None,
     ) -> None:
         """Take a group of matrices apart, where tokens are held out. Of routed experts, the first that has some."""
         if not part.held.tokens or not part.fit.tokens:
@@ -80,7 +80,7 @@ class Ablation:
             if expert != self._expert:
                 return
         group = _Group.of(weights_NK, targets_NK, part)
-        found = _Ladder(self.config, self.scale_dtype, part, trust, group)
+        found = _Ladder(self.config, self.scale_dtype, part, group)
         for linear in linears:
             self.errors[linear.name] = {}
         for name, restored_RK in found.climb([linear.name in self.names for linear in linears]):
@@ -130,7 +130,6 @@ class _Ladder:
     config: QuantConfig
     scale_dtype: torch.dtype
     part: Part
-    trust: float | None
     group: _Group
 
     def climb(self, shadowed: list[bool]) -> list[tuple[str, Tensor]]:
@@ -170,12 +169,16 @@ class _Ladder:
         hessian_KK = self.part.fit.hessian_KK
         return rotate_moments(hessian_KK) if now.rotation == "full" else hessian_KK
 
+    def _noise(self, now: QuantConfig, hessian_KK: Tensor) -> Noise | None:
+        if not now.shrink:
+            return None
+        return Noise.of(hessian_KK, self.part.fit, Seen(rotated=now.rotation == "full").inputs(self.part.fit.sample_TK))
+
     def _solved(self, aim_RK: Tensor, now: QuantConfig) -> Tensor:
         seen_RK = rotate(aim_RK) if now.rotation == "full" else aim_RK
         hessian_KK, n_eff = self._moments(now), self.part.fit.n_eff
-        solved = solve(
-            seen_RK, hessian_KK, now, scale_dtype=self.scale_dtype, n_eff=n_eff, trust=self.trust, measure=False
-        )
+        noise = self._noise(now, hessian_KK)
+        solved = solve(seen_RK, hessian_KK, now, scale_dtype=self.scale_dtype, n_eff=n_eff, noise=noise, measure=False)
         restored_RK = dequantize(solved.codes, solved.grid)
         return rotate(restored_RK) if now.rotation == "full" else restored_RK
 
@@ -183,8 +186,8 @@ class _Ladder:
         """With each matrix's even share of the byte budget spent on its own columns."""
         hessian_KK = self._moments(now)
         if now.shrink:
-            trust = now.shrink_trust if self.trust is None else self.trust
-            hessian_KK = trusted(hessian_KK, self.part.fit.n_eff, trust)
+            noise = self._noise(now, hessian_KK)
+            hessian_KK = trusted(hessian_KK, self.part.fit.n_eff, now.shrink_trust, noise)
         left_RK = aim_RK - restored_RK
         left_RK = rotate(left_RK) if now.rotation == "full" else left_RK
         added_RK = torch.zeros_like(left_RK)

@@ -85,7 +85,7 @@ class Context:
         With `hold`, tokens are held out where only one stream is followed, for the ablation: they join in the end.
         """
         gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
-        hold = hold and not self.two_streams and not self.settings.quant.choose_trust
+        hold = hold and not self.two_streams
         return Evidence.empty(
             k,
             tokens=tokens,
@@ -95,6 +95,7 @@ class Context:
             product_dtype=self.dtype,
             sampled=self.sampled,
             writes=writes if self.corrects_stream else 0,
+            channel_tokens=self.settings.quant.channel_tokens,
         )
 
     @property

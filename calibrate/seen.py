@@ -33,6 +33,11 @@ class Seen:
         turned_NK = rotate(weight_NK) if self.rotated else weight_NK
         return turned_NK if self.scale_K is None else fold_scales(turned_NK, self.scale_K)
 
+    def inputs(self, x_TK: Tensor) -> Tensor:
+        """What is seen of plain inputs, float32."""
+        turned_TK = rotate(x_TK.float()) if self.rotated else x_TK.float()
+        return turned_TK if self.scale_K is None else turned_TK / self.scale_K
+
     def plain(self, rows_NK: Tensor) -> Tensor:
         """The way back of `weight`."""
         unscaled_NK = rows_NK if self.scale_K is None else rows_NK / self.scale_K

@@ -32,8 +32,8 @@ from glm5_quant.calibrate.stream import windows
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.shadow import Candidates, find_columns, unseen_changes
-from glm5_quant.quant.shrinkage import trusted
-from glm5_quant.quant.statistics import Moments, shrinkage
+from glm5_quant.quant.shrinkage import Noise, shrinkage, trusted
+from glm5_quant.quant.statistics import Moments
 
 # Candidates a matrix may offer, as a multiple of its even share of the budget.
 MULTIPLE = 4
@@ -60,8 +60,8 @@ class Facts:
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """One group of matrices over one part of its inputs, just solved. Rows are stacked; `target`, `restored` and
-    `hessian` are in the inputs that codes see, `weights` and the moments in the plain ones. `trust` is that of the
-    shrinkage, None for the config's."""
+    `hessian` are in the inputs that codes see, `weights` and the moments in the plain ones. `noise` is what
+    H was shrunk by beside the config's trust."""
 
     weights_NK: Sequence[Tensor]
     target_NK: Tensor
@@ -70,7 +70,7 @@ class Solution:
     total: Moments
     held: Moments
     held_lack_NK: Tensor | None = None
-    trust: float | None = None
+    noise: Noise | None = None
     seen: Seen = field(default_factory=Seen)
 
 
@@ -114,7 +114,7 @@ class ShadowFinder:
             return
         trusted_KK = solution.hessian_KK
         if self.config.shrink:
-            trusted_KK = trusted(trusted_KK, solution.total.n_eff, self._trust(solution))
+            trusted_KK = trusted(trusted_KK, solution.total.n_eff, self.config.shrink_trust, solution.noise)
         row = 0
         for linear, weight_NK, facts in zip(linears, solution.weights_NK, sizes, strict=True):
             rows = slice(row, row + weight_NK.shape[0])
@@ -149,7 +149,7 @@ class ShadowFinder:
         squares = total.weight_square_sum - held.weight_square_sum
         r = 0.0
         if self.config.shrink and squares > 0:
-            r = shrinkage(weight_NK.shape[1], fit_weight**2 / squares * self._trust(solution) / 2)
+            r = shrinkage(weight_NK.shape[1], fit_weight**2 / squares, self.config.shrink_trust)
         extra = DAMP * float(solution.hessian_KK.diagonal().mean())
         diagonal_S = within_SS.diagonal().clone()
         reach_NS = (1 - r) * (solution.seen.plain(error_NK) @ fit_KS) + near_NS * (r * diagonal_S + extra)
@@ -161,9 +161,6 @@ class ShadowFinder:
         if solution.held_lack_NK is not None:
             unseen_NS += solution.held_lack_NK @ basis_KS
         return unseen_changes(reach_NS, within_SS, unseen_NS, basis_KS.T @ held_KS)
-
-    def _trust(self, solution: Solution) -> float:
-        return self.config.shrink_trust if solution.trust is None else solution.trust
 
     def watch(self, down: Linear, index: Tensor | int, y_TD: Tensor, scale_T: Tensor | None) -> None:
         """Outputs of a network for some of its tokens, before the router's weights `scale`."""

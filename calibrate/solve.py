@@ -20,14 +20,13 @@ from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution
 from glm5_quant.calibrate.spill import Spill
 from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, ModuleRecord
-from glm5_quant.quant import shrinkage
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.eight import round_eight
 from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import pack_bytes, pack_codes, pack_zeros
 from glm5_quant.quant.rounding import Solved, solve
-from glm5_quant.quant.shrinkage import choose_trust
+from glm5_quant.quant.shrinkage import Noise
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, ridge, target_direction
 
@@ -153,21 +152,21 @@ def _solve_part(
     seen: Seen,
     scale_dtype: torch.dtype,
     offer: Callable[[Solution, list[Facts]], None] | None,
-    take_apart: Callable[[list[Tensor], list[Tensor], Part, float | None], None] | None = None,
+    take_apart: Callable[[list[Tensor], list[Tensor], Part], None] | None = None,
     *,
     in_eight: bool = False,
 ) -> SolvedPart:
     lacks = part.lacks()
     targets = [_target(weight, part.fit, part.held, config, *lacks) for weight in weights_NK]
-    trust = _trust(part, config, seen)
     if take_apart is not None:
-        take_apart(weights_NK, [target.own_NK for target in targets], part, trust)
+        take_apart(weights_NK, [target.own_NK for target in targets], part)
     held, total = part.held, part.total()
     stacked, hessian = seen.weight(torch.cat([target.weight_NK for target in targets])), seen.moments(total.hessian_KK)
+    noise = Noise.of(hessian, total, seen.inputs(total.sample_TK)) if config.shrink and not in_eight else None
     if in_eight:
         solved = Solved(*round_eight(stacked, group_size=config.group_size, scale_dtype=scale_dtype), error=None)
     else:
-        solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, trust=trust, measure=False)
+        solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, noise=noise, measure=False)
     judge = _Judge(total, held, config, scale_dtype)
     judged, row = [], 0
     for number, (weight, target) in enumerate(zip(weights_NK, targets, strict=True)):
@@ -190,7 +189,7 @@ def _solve_part(
                 total=total,
                 held=held,
                 held_lack_NK=lacks[1],
-                trust=trust,
+                noise=noise,
                 seen=seen,
             ),
             facts,
@@ -198,14 +197,6 @@ def _solve_part(
     # An o_proj of GLM-5 has four parts, of 64 MB for each of these.
     part.forget()
     return SolvedPart(codes=solved.codes, grid=solved.grid, judged=judged)
-
-
-def _trust(part: Part, config: QuantConfig, seen: Seen) -> float | None:
-    """How far H is trusted, by the tokens held out of it; None where there are none, or it is not to be chosen."""
-    if not (config.choose_trust and config.shrink and config.error_feedback and part.held.tokens):
-        return None
-    fit, held = seen.moments(part.fit.hessian_KK), seen.moments(part.held.hessian_KK)
-    return choose_trust([shrinkage.Evidence(fit, part.fit.n_eff, held)], damp=config.damp)
 
 
 def _effective(codes_NK: Tensor, grid: Grid, seen: Seen) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm5_quant.model.journal import LayerRecord, ModuleRecord
-from glm5_quant.quant.statistics import shrinkage
+from glm5_quant.quant.shrinkage import shrinkage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def _treatment(tokens: int, matrices: Mapping[str, ModuleRecord], settings: Mapp
     if not quant["shrink"]:
         return "nothing", "moments taken as they are"
     first = next(m for role, m in matrices.items() if role != "down")
-    moved = shrinkage(first.k, first.effective_tokens * quant["shrink_trust"] / 2)
+    moved = shrinkage(first.k, first.effective_tokens, quant["shrink_trust"])
     shrunk = f"moments shrunk to their diagonal by {moved:.0%}"
     kappa = quant["pool_kappa"]
     if kappa:

@@ -112,7 +112,7 @@ PresetOption = Annotated[
     typer.Option(
         metavar="NAME|FILE.toml",
         callback=_preset,
-        help='fast: grids only; default; high: every ingredient; or a TOML file: base = "default" and single settings, '
+        help='fast: one stream; default; high: inputs rotated; or a TOML file: base = "default" and single settings, '
         "such as routing_exponent = 2.",
         rich_help_panel=SETTINGS,
     ),

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from glm5_quant.quant.config import QuantConfig
-from glm5_quant.quant.descent import descend, refit_scales
+from glm5_quant.quant.descent import polish
 from glm5_quant.quant.errors import quadratic_rows, relative_error
 from glm5_quant.quant.factor import Order, order_columns
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
-from glm5_quant.quant.shrinkage import trusted
+from glm5_quant.quant.shrinkage import Noise, trusted
 from glm5_quant.quant.threads import one_thread
 
 BATCH_COLUMNS = 128
@@ -48,7 +48,7 @@ def solve(
     *,
     scale_dtype: torch.dtype = torch.bfloat16,
     n_eff: float | Tensor | None = None,
-    trust: float | None = None,
+    noise: Noise | None = None,
     grid: Grid | None = None,
     measure: bool = True,
 ) -> Solved:
@@ -56,8 +56,8 @@ def solve(
 
     weight_NK: [..., N, K] target weights. hessian_KK: [..., K, K] second moments of the inputs (statistics.Moments).
     n_eff: effective tokens behind H, for shrinkage ([...] tensor for a stack); None = H is taken as it is.
-    trust: c of the shrinkage, as `shrinkage.choose_trust` finds it; None = config.shrink_trust.
-    grid: use this one instead of searching. measure: whether the error is wanted, which costs two matmuls.
+    noise: what is known of H's uncertainty beside n_eff, for one matrix.
+    grid: start from this one instead of searching. measure: whether the error is wanted, which costs two matmuls.
     Never fails on a singular H; an H of zeros counts as the identity.
     Raises ValueError for non-finite input or shapes that do not fit.
     """
@@ -70,7 +70,7 @@ def solve(
     plain_KK = usable_hessian(hessian_KK.float())
     trusted_KK = plain_KK
     if config.shrink and n_eff is not None:
-        trusted_KK = trusted(plain_KK, n_eff, config.shrink_trust if trust is None else trust)
+        trusted_KK = trusted(plain_KK, n_eff, config.shrink_trust, noise)
     if config.error_feedback:
         order = order_columns(trusted_KK.reshape(-1, k, k), config.damp)
         # Later columns make up for part of an early column's error; what they cannot is what the grid should minimise.
@@ -80,10 +80,15 @@ def solve(
     else:
         grid = grid or choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
         codes = quantize(weight, grid)
-    for sweep in range(config.descent_sweeps):
-        if config.refit_scales and sweep == 0:
-            grid = refit_scales(weight, trusted_KK, codes, grid, scale_dtype)
-        codes = descend(weight, trusted_KK, codes, grid)
+    codes, grid = polish(
+        weight,
+        trusted_KK,
+        codes,
+        grid,
+        sweeps=config.descent_sweeps,
+        refit=config.refit_scales,
+        scale_dtype=scale_dtype,
+    )
     error = relative_error(weight, dequantize(codes, grid), plain_KK) if measure else None
     return Solved(codes=codes, grid=grid, error=error)
 

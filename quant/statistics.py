@@ -19,6 +19,8 @@ CHUNK_TOKENS = 1024
 LOW_CHUNK_TOKENS = 4096
 # Elementwise work goes by so many tokens.
 SLICE_TOKENS = 256
+# So many tokens are kept as they are, the first ones: how far off a mean is takes their fourth moments (shrinkage.py).
+SAMPLE_TOKENS = 1024
 # Only tiles on and above the diagonal are computed; 192 is wide enough for full matmul speed.
 TILE = 192
 
@@ -111,7 +113,7 @@ def symmetric(upper_KK: Tensor) -> Tensor:
 
 @dataclass
 class Moments:
-    """Running sums for one matrix of inputs. `gap_KK` is None when no second stream is followed."""
+    """Running sums over one matrix's inputs, and the first of these. `gap_KK` is None where one stream is followed."""
 
     sum_KK: Tensor
     gap_sum_KK: Tensor | None = None
@@ -120,6 +122,7 @@ class Moments:
     gap_weight_sum: float = 0.0
     tokens: int = 0
     product_dtype: torch.dtype = torch.float32
+    sample: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
     _whole: Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -144,6 +147,7 @@ class Moments:
             raise ValueError(f"inputs of shape {tuple(x_TK.shape)}, expected [T, {self.sum_KK.shape[0]}]")
         self._whole = None
         accumulate(self.sum_KK, x_TK, weight_T, self.product_dtype)
+        self._keep(x_TK, weight_T)
         if self.gap_sum_KK is not None:
             self._add_gap(x_TK, weight_T, source_TK)
         self.tokens += x_TK.shape[0]
@@ -153,6 +157,22 @@ class Moments:
         else:
             self.weight_sum += float(weight_T.double().sum())
             self.weight_square_sum += float(weight_T.double().square().sum())
+
+    def _keep(self, x_TK: Tensor, weight_T: Tensor | None) -> None:
+        room = min(SAMPLE_TOKENS - self.tokens, len(x_TK))
+        if room > 0:
+            weight = torch.ones(room, device=x_TK.device) if weight_T is None else weight_T[:room].float()
+            self.sample.append((x_TK[:room].clone(), weight.clone()))
+
+    @property
+    def sample_TK(self) -> Tensor:
+        """The first tokens added, at most SAMPLE_TOKENS, in the dtype they came in: [t, K]."""
+        return torch.cat([x for x, _ in self.sample]) if self.sample else self.sum_KK.new_empty(0, len(self.sum_KK))
+
+    @property
+    def sample_weights(self) -> Tensor:
+        """Their weights, float32 [t]."""
+        return torch.cat([weight for _, weight in self.sample]) if self.sample else self.sum_KK.new_empty(0)
 
     def _add_gap(self, x_TK: Tensor, weight_T: Tensor | None, source_TK: Tensor | None) -> None:
         assert self.gap_sum_KK is not None
@@ -169,6 +189,7 @@ class Moments:
             self.gap_sum_KK = None
         if not other.tokens:
             return
+        self.sample = self.sample or other.sample
         self.sum_KK += other.sum_KK
         if self.gap_sum_KK is not None and other.gap_sum_KK is not None:
             self.gap_sum_KK += other.gap_sum_KK
@@ -211,28 +232,3 @@ class Moments:
         if self.gap_sum_KK is None:
             return None
         return self.gap_sum_KK / max(self.gap_weight_sum, torch.finfo(torch.float32).tiny)
-
-
-def pool(hessian_KK: Tensor, n_eff: float, pool_KK: Tensor, kappa: float) -> Tensor:
-    """(N_eff H + kappa H_pool) / (N_eff + kappa): an expert with few tokens leans on the whole layer's statistics."""
-    if n_eff + kappa <= 0:
-        return pool_KK
-    return (n_eff * hessian_KK + kappa * pool_KK) / (n_eff + kappa)
-
-
-def shrinkage(n: int, n_eff: float) -> float:
-    """r = n / (n + 2 N_eff): how far H of n channels, estimated from N_eff tokens, should move toward its diagonal."""
-    return n / (n + 2.0 * n_eff)
-
-
-def shrink(hessian_KK: Tensor, n_eff: float | Tensor) -> Tensor:
-    """(1 - r) H + r diag H. Off-diagonal noise of few tokens misleads error feedback; the diagonal is well known.
-
-    hessian_KK: [..., K, K]; n_eff: a number, or a tensor [...] with one for each matrix.
-    """
-    n = hessian_KK.shape[-1]
-    n_eff = torch.as_tensor(n_eff, dtype=torch.float32, device=hessian_KK.device)
-    r = n / (n + 2.0 * n_eff)
-    mixed = hessian_KK * (1.0 - r)[..., None, None]
-    mixed.diagonal(dim1=-2, dim2=-1).copy_(hessian_KK.diagonal(dim1=-2, dim2=-1))
-    return mixed

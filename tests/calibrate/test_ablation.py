@@ -43,7 +43,7 @@ def taken_apart() -> tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor]:
     linear = Linear("m", 0, "up", None, False, n, k, "m.weight", (None, 0, n), "m", "m")
     config = QuantConfig(numeric_weight=0.0, shadow_budget=0.02)
     ablation = Ablation(config=config, scale_dtype=torch.bfloat16, names=frozenset({"m"}))
-    ablation.add([linear], [weight], [weight * 1.001], evidence.parts[0], None)
+    ablation.add([linear], [weight], [weight * 1.001], evidence.parts[0])
     return ablation, weight, stream, source
 
 
@@ -62,9 +62,9 @@ def test_each_step_is_solved_on_fitted_tokens_and_judged_on_the_others(
     plain = minmax_grid(weight)
     assert found[PLAIN] == pytest.approx(error(dequantize(quantize(weight, plain), plain)), rel=1e-3)
     fitted = stream[:1600].T @ stream[:1600] / 1600
-    solved = solve(weight, fitted, QuantConfig(shrink=False), n_eff=1600)
+    solved = solve(weight, fitted, QuantConfig(shrink=False, descent_sweeps=0), n_eff=1600)
     assert found["error feedback"] == pytest.approx(error(dequantize(solved.codes, solved.grid)), rel=0.02)
-    solved = solve(weight * 1.001, fitted, QuantConfig(), n_eff=1600)
+    solved = solve(weight * 1.001, fitted, QuantConfig(descent_sweeps=0), n_eff=1600)
     assert found["target correction"] == pytest.approx(error(dequantize(solved.codes, solved.grid)), rel=0.02)
 
 
@@ -73,9 +73,9 @@ def test_the_steps_are_those_of_the_method_in_order_and_help(
 ) -> None:
     found = taken_apart[0].errors["m"]
     assert list(found) == [part for part in PARTS if part in found]
-    assert set(PARTS) - set(found) == {"rotation", "descent and refit"}
+    assert set(PARTS) - set(found) == {"rotation"}
     assert found["error feedback"] < found["weighted grid"] < found[PLAIN]
-    assert found[SHADOWS] < found["target correction"]
+    assert found[SHADOWS] < found["descent and refit"] < found["target correction"]
 
 
 def test_the_table_is_the_mean_over_matrices_of_shares_of_round_to_nearest() -> None:
@@ -118,11 +118,17 @@ def test_one_expert_of_a_layer_is_looked_at_and_taking_apart_changes_no_code(
 def test_a_preset_of_one_stream_has_a_table_too_and_is_solved_as_well_as_without_it(tmp_path: Path) -> None:
     model = tiny("llama", tmp_path / "m")
     report = small(model, tmp_path / "a", preset="fast", num_samples=32)
-    assert [worth.part for worth in report.ablation] == [PLAIN, "weighted grid"]
+    assert [worth.part for worth in report.ablation] == [
+        PLAIN,
+        "weighted grid",
+        "error feedback",
+        "shrinkage",
+        "descent and refit",
+    ]
     assert report.ablation[1].gain > 0
     bare = small(model, tmp_path / "b", preset="fast", num_samples=32, held_out=0.0)
     assert bare.ablation == []
     for layer in range(report.layers):
         one, two = (open_journal(r.journal).record(layer).modules for r in (report, bare))
         for name in one:
-            assert one[name].error == pytest.approx(two[name].error, rel=0.02), name
+            assert one[name].error == pytest.approx(two[name].error, rel=0.06), name

@@ -120,7 +120,10 @@ def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
 
 
 @pytest.mark.parametrize("tokens", [10, 200])
-def test_what_the_stream_lacks_is_summed_over_the_followed_tokens_of_each_side(tokens: int) -> None:
+def test_what_the_stream_lacks_is_summed_over_the_followed_tokens_of_each_side(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.FEWEST_VALUES", 0)
     x, source, lack, weight = torch.randn(10, 4), torch.randn(7, 4), torch.randn(7, 3), torch.rand(10)
     evidence = Evidence.empty(4, tokens=tokens * 2, held_from=6, gap=True, device="cpu", writes=3)
     assert evidence.wants_lack
@@ -149,7 +152,10 @@ def test_nothing_is_lacking_where_a_group_does_not_write_or_its_inputs_are_cut(
     assert not Evidence.empty(4, tokens=9, held_from=9, gap=True, device="cpu", writes=2).wants_lack
 
 
-def test_with_tokens_in_plenty_every_second_one_is_taken_and_its_own_source() -> None:
+def test_with_tokens_in_plenty_every_second_one_is_taken_and_its_own_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.FEWEST_VALUES", 480)
+    assert Evidence.empty(2, tokens=480, held_from=8, gap=True, device="cpu").stride == 2
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.FEWEST_VALUES", 0)
     x, source = torch.randn(11, 2), torch.randn(11, 2)
     evidence = Evidence.empty(2, tokens=200, held_from=8, gap=True, device="cpu")
     assert evidence.stride == 2

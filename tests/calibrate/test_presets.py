@@ -77,4 +77,4 @@ def test_the_manifest_records_the_settings_that_came_of_it(tmp_path: Path) -> No
     assert recorded == settings.deciding()
     assert recorded["coverage_target"] == 33
     assert recorded["quant"]["routing_exponent"] == 0
-    assert recorded["quant"]["error_feedback"] is False
+    assert recorded["quant"]["channel_tokens"] == 8

@@ -28,6 +28,7 @@ from glm5_quant.quant.config import PRESETS, QuantConfig
         ("numeric_weight", -2.0),
         ("routing_exponent", 3),
         ("descent_sweeps", -1),
+        ("channel_tokens", 0),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
@@ -42,10 +43,10 @@ def test_settings_cannot_be_changed_and_take_keywords_only() -> None:
         QuantConfig(64)  # type: ignore[misc]
 
 
-def test_presets_go_from_grid_only_to_everything() -> None:
+def test_presets_go_from_one_stream_to_everything() -> None:
     assert list(PRESETS) == ["fast", "default", "high"]
-    assert not PRESETS["fast"].error_feedback
-    assert PRESETS["default"].error_feedback
-    assert PRESETS["default"].descent_sweeps == 0
-    assert PRESETS["high"].descent_sweeps > 0
+    assert not PRESETS["fast"].alphas
+    assert PRESETS["fast"].channel_tokens < PRESETS["default"].channel_tokens
+    assert PRESETS["default"] == QuantConfig()
+    assert PRESETS["default"].rotation == "none"
     assert PRESETS["high"].rotation == "full"

@@ -8,14 +8,15 @@ import pytest
 import torch
 from quant_samples import gaussian, layer_inputs, moments_of
 
+from glm5_quant.quant import descent
 from glm5_quant.quant.config import PRESETS, QuantConfig
 from glm5_quant.quant.errors import relative_error
 from glm5_quant.quant.factor import order_columns
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize, search_grid
 from glm5_quant.quant.rounding import error_feedback, solve
-from glm5_quant.quant.statistics import shrink
+from glm5_quant.quant.shrinkage import trusted
 
-CONFIG = QuantConfig()
+CONFIG = QuantConfig(descent_sweeps=0)
 
 
 def naive_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, damp: float) -> torch.Tensor:
@@ -91,11 +92,11 @@ def test_shrinkage_rescues_an_expert_with_fewer_tokens_than_inputs() -> None:
     assert held_error(CONFIG) < held_error(replace(CONFIG, shrink=False))
 
 
-def test_every_ingredient_of_preset_high_lowers_the_error_it_works_on() -> None:
+def test_each_kind_of_polish_lowers_the_error_it_works_on() -> None:
     weight, hessian = gaussian(40, 192), moments_of(layer_inputs(1500, 192))
-    plain = replace(CONFIG, shrink=False)
+    plain = replace(CONFIG, shrink=False, descent_sweeps=0)
     start = float(solve(weight, hessian, plain).error)
-    swept = float(solve(weight, hessian, replace(plain, descent_sweeps=2)).error)
+    swept = float(solve(weight, hessian, replace(plain, descent_sweeps=2, refit_scales=False)).error)
     refitted = float(solve(weight, hessian, replace(plain, descent_sweeps=2, refit_scales=True)).error)
     assert swept < start
     assert refitted < swept
@@ -164,9 +165,9 @@ def test_columns_never_used_are_rounded_to_nearest() -> None:
     assert torch.equal(solved.codes[:, 70:90], nearest[:, 70:90])
 
 
-def test_preset_fast_uses_the_better_of_two_grids_row_by_row() -> None:
+def test_without_error_feedback_each_row_has_the_better_of_two_grids() -> None:
     weight, hessian = gaussian(32, 128), moments_of(layer_inputs(600, 128))
-    fast = solve(weight, hessian, PRESETS["fast"])
+    fast = solve(weight, hessian, replace(CONFIG, error_feedback=False))
     for grid in (search_grid(weight), search_grid(weight, hessian.diagonal() + 0.01 * hessian.diagonal().mean())):
         other = relative_error(weight, dequantize(quantize(weight, grid), grid), hessian)
         assert float(fast.error) <= float(other)
@@ -181,7 +182,7 @@ def test_a_given_grid_is_kept() -> None:
 
 @pytest.mark.slow
 def test_codes_do_not_depend_on_the_number_of_threads() -> None:
-    weight, hessian = gaussian(96, 320), shrink(moments_of(layer_inputs(1000, 320)), 1000)
+    weight, hessian = gaussian(96, 320), trusted(moments_of(layer_inputs(1000, 320)), 1000, 2.0)
     results = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -199,3 +200,26 @@ def test_bad_statistics_are_refused() -> None:
         solve(gaussian(4, 64), torch.eye(65), CONFIG)
     with pytest.raises(ValueError, match="H holds NaN"):
         solve(gaussian(4, 64), torch.eye(64) * float("nan"), CONFIG)
+
+
+def test_more_turns_of_polish_never_raise_the_error_and_slices_of_rows_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, hessian = gaussian(600, 128), moments_of(layer_inputs(900, 128))
+    plain = replace(CONFIG, shrink=False)
+    errors = [float(solve(weight, hessian, replace(plain, descent_sweeps=n)).error) for n in range(5)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[4] < 0.97 * errors[0]
+    whole = solve(weight, hessian, plain)
+    monkeypatch.setattr(descent, "SLICE_WEIGHTS", 0)
+    sliced = solve(weight, hessian, plain)
+    torch.testing.assert_close(sliced.error, whole.error, rtol=1e-3, atol=0.0)
+    assert float((sliced.codes == whole.codes).float().mean()) > 0.999
+    torch.testing.assert_close(sliced.grid.scale, whole.grid.scale)
+
+
+def test_polish_rounds_columns_that_no_token_uses_to_nearest() -> None:
+    weight, hessian = gaussian(16, 128), moments_of(layer_inputs(900, 128))
+    hessian[70:80], hessian[:, 70:80] = 0.0, 0.0
+    solved = solve(weight, hessian, replace(CONFIG, descent_sweeps=3))
+    assert torch.equal(solved.codes[:, 70:80], quantize(weight, solved.grid)[:, 70:80])

@@ -7,7 +7,7 @@ import torch
 from quant_samples import gaussian, layer_inputs
 
 from glm5_quant.quant.errors import quadratic_rows, relative_error, stream_error
-from glm5_quant.quant.statistics import Moments, pool, shrink, shrinkage
+from glm5_quant.quant.statistics import Moments
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(1, 5), (700, 200), (2500, 431)])
@@ -124,23 +124,6 @@ def test_inputs_of_the_wrong_width_or_without_their_source_are_refused() -> None
         Moments.empty(4).add(torch.ones(3, 5))
     with pytest.raises(ValueError, match="source_TK"):
         Moments.empty(4, gap=True).add(torch.ones(3, 4))
-
-
-def test_pooling_mixes_by_effective_tokens() -> None:
-    own, layer = torch.full((2, 2), 3.0), torch.full((2, 2), 1.0)
-    assert torch.equal(pool(own, 10.0, layer, 30.0), torch.full((2, 2), 1.5))
-    assert torch.equal(pool(own, 0.0, layer, 30.0), layer)
-    assert torch.equal(pool(own, 0.0, layer, 0.0), layer)
-
-
-def test_shrinkage_keeps_the_diagonal_and_halves_the_rest_at_n_equal_to_twice_n_eff() -> None:
-    hessian = torch.tensor([[2.0, 1.0], [1.0, 4.0]])
-    assert torch.equal(shrink(hessian, 1.0), torch.tensor([[2.0, 0.5], [0.5, 4.0]]))
-    assert torch.equal(shrink(hessian, 0.0), torch.diag(torch.tensor([2.0, 4.0])))
-    assert shrinkage(1536, 768.0) == 0.5
-    stack = shrink(torch.stack([hessian, hessian]), torch.tensor([1.0, 0.0]))
-    assert torch.equal(stack[0], shrink(hessian, 1.0))
-    assert torch.equal(stack[1], shrink(hessian, 0.0))
 
 
 def test_quadratic_forms_are_output_errors() -> None:
