@@ -34,7 +34,7 @@ class QuantConfig:
                       many as make 8 Mi values
     numeric_weight    lam of the token weight c^p * (1 + lam * numeric)
     routing_exponent  p of that weight; 2 is what a squared error of the layer's output weighs
-    descent_sweeps    sweeps of coordinate descent over the codes after error feedback
+    descent_sweeps    sweeps of coordinate descent over the codes after error feedback; fewer of rows longer than 1,536
     refit_scales      before each of those sweeps, a least-squares refit of the scales with codes fixed
     compensation      add gamma * predicted residual to layer outputs
     refit_router      fit routers again to the quantized stream; kept where more of the source's experts are chosen

@@ -223,3 +223,13 @@ def test_polish_rounds_columns_that_no_token_uses_to_nearest() -> None:
     hessian[70:80], hessian[:, 70:80] = 0.0, 0.0
     solved = solve(weight, hessian, replace(CONFIG, descent_sweeps=3))
     assert torch.equal(solved.codes[:, 70:80], quantize(weight, solved.grid)[:, 70:80])
+
+
+@pytest.mark.parametrize(("limit", "turns"), [(4608, 3), (128 * 2, 2), (1, 1)])
+def test_long_rows_are_polished_in_fewer_turns(limit: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, hessian = gaussian(32, 128), moments_of(layer_inputs(900, 128))
+    plain = solve(weight, hessian, replace(CONFIG, descent_sweeps=turns))
+    monkeypatch.setattr(descent, "TURN_INPUTS", limit)
+    limited = solve(weight, hessian, replace(CONFIG, descent_sweeps=3))
+    assert torch.equal(limited.codes, plain.codes)
+    assert torch.equal(limited.grid.scale, plain.grid.scale)
