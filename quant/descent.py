@@ -17,8 +17,8 @@ BATCH_COLUMNS = 128
 SUB_COLUMNS = 16
 # Rows whose B x B systems are built at once when scales are refitted.
 REFIT_ROWS = 256
-# A turn takes as many products with H as error feedback does, and these grow with K: with 6,144 inputs three of them took
-# twice as long as all else. So there are fewer where rows are long, so many inputs in all, but always one.
+# A turn takes more products with H than error feedback does, and these grow with K: with 6,144 inputs three turns took
+# twice as long as all else. So there are fewer where rows are long: so many inputs in all, but always one.
 TURN_INPUTS = 4608
 # Rows do not touch each other, and a turn makes several float32 copies of what it is given.
 SLICE_WEIGHTS = 1 << 22
@@ -34,8 +34,8 @@ def polish(
     refit: bool,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Grid]:
-    """Codes uint8 [..., N, K] and grid after so many sweeps over all codes (fewer of rows of more than 1,536 inputs, see
-    TURN_INPUTS), before each one a refit of the scales if asked. Zero-points stay."""
+    """Codes uint8 [..., N, K] and grid after so many sweeps over all codes, before each one a refit of the scales if
+    asked. Zero-points stay. Rows of more than 1,536 inputs are swept fewer times, see TURN_INPUTS."""
     if not sweeps:
         return codes_NK, grid
     n, k = weight_NK.shape[-2:]
