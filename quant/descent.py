@@ -87,10 +87,6 @@ def _sweep(
     diagonal_EK1 = hessian_EKK.diagonal(dim1=-2, dim2=-1)[..., None]
     pull_EKN = torch.bmm(hessian_EKK, wrong_EKN)
     inverse_EK1 = diagonal_EK1.reciprocal().clamp(max=1e30)
-    unused = diagonal_EK1 <= 0
-    if bool(unused.any()):
-        # A column that no token uses is rounded to nearest: H knows nothing of it.
-        pull_EKN, inverse_EK1 = torch.where(unused, wrong_EKN, pull_EKN), inverse_EK1.masked_fill(unused, 1.0)
     moved_EKN = wrong_EKN
     for start in range(0, k, BATCH_COLUMNS):
         stop = min(start + BATCH_COLUMNS, k)

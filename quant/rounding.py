@@ -80,6 +80,11 @@ def solve(
     else:
         grid = grid or choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
         codes = quantize(weight, grid)
+    if config.descent_sweeps:
+        # Damped as for error feedback: what H knows nothing of would otherwise be free to move, and does.
+        trusted_KK = trusted_KK.clone() if trusted_KK is plain_KK else trusted_KK
+        diagonal = trusted_KK.diagonal(dim1=-2, dim2=-1)
+        diagonal += config.damp * diagonal.mean(-1, keepdim=True)
     codes, grid = polish(
         weight,
         trusted_KK,

@@ -233,3 +233,16 @@ def test_long_rows_are_polished_in_fewer_turns(limit: int, turns: int, monkeypat
     limited = solve(weight, hessian, replace(CONFIG, descent_sweeps=3))
     assert torch.equal(limited.codes, plain.codes)
     assert torch.equal(limited.grid.scale, plain.grid.scale)
+
+
+def test_polish_does_not_move_weights_that_hardly_count() -> None:
+    """Three blocks see inputs a hundredth as large, made of the same few factors. Free scales would turn these blocks to
+    what the first one lacks: without damping their error grew from 12% of the weights to 38%."""
+    factors = gaussian(2000, 8)
+    strong = factors @ gaussian(8, 64, seed=1) + 0.3 * gaussian(2000, 64, seed=5)
+    weak = factors @ gaussian(8, 192, seed=3) + 0.1 * gaussian(2000, 192, seed=4)
+    weight, hessian = gaussian(64, 256), moments_of(torch.cat([strong, 0.01 * weak], dim=1))
+    before, after = (solve(weight, hessian, replace(CONFIG, descent_sweeps=n)) for n in (0, 3))
+    far = [float((dequantize(one.codes, one.grid) - weight).norm()) for one in (before, after)]
+    assert far[1] < 1.05 * far[0]
+    assert float(after.error) < float(before.error)
