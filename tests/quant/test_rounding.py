@@ -236,7 +236,7 @@ def test_long_rows_are_polished_in_fewer_turns(limit: int, turns: int, monkeypat
 
 
 def test_polish_does_not_move_weights_that_hardly_count() -> None:
-    """Three blocks see inputs a hundredth as large, of the same few factors. Free scales would turn these blocks to what
+    """Three blocks see inputs a hundredth as large, of the same factors. Free scales would turn these blocks to what
     the first one lacks: without damping the error grew from 12% of the weights to 38%."""
     factors = gaussian(2000, 8)
     strong = factors @ gaussian(8, 64, seed=1) + 0.3 * gaussian(2000, 64, seed=5)
