@@ -180,7 +180,7 @@ def test_windows_before_those_that_the_source_stream_follows_may_fill_whole_chun
             return dataclasses.replace(make_plan(*args), chunk_windows=count)  # type: ignore[arg-type]
 
         monkeypatch.setattr("glm5_quant.calibrate.run.make_plan", chopped)
-        small(model, tmp_path / str(chunk_windows))
+        small(model, tmp_path / str(chunk_windows), quant={"descent_sweeps": 0})
         journal = open_journal(tmp_path / str(chunk_windows) / "calibration")
         errors.append([module.held_out_error or 0.0 for module in journal.record(1).modules.values()])
     assert any(errors[0])

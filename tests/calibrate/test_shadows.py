@@ -29,7 +29,7 @@ FRESH = torch.tensor([list(b"31: not less than 640,000 and not more than 7.5% of
 
 
 def run(model: Path, work: Path, budget: float = BUDGET, **quant: Any) -> Journal:
-    small(model, work, num_samples=24, quant={"shadow_budget": budget, **quant})
+    small(model, work, num_samples=24, quant={"shadow_budget": budget, "descent_sweeps": 0, **quant})
     return open_journal(work / "calibration")
 
 
@@ -231,7 +231,11 @@ def test_a_run_that_dies_after_the_last_layer_is_not_complete_and_only_redoes_th
     q3: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, whole = q3
-    options: dict[str, Any] = {"num_samples": 24, "quant": {"shadow_budget": BUDGET}, "dataset": sample_text(tmp_path)}
+    options: dict[str, Any] = {
+        "num_samples": 24,
+        "quant": {"shadow_budget": BUDGET, "descent_sweeps": 0},
+        "dataset": sample_text(tmp_path),
+    }
 
     def die(*args: object) -> None:
         raise KeyboardInterrupt

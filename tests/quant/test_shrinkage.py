@@ -27,9 +27,8 @@ def of_tokens(x_TK: Tensor, weight_T: Tensor | None = None) -> tuple[Tensor, Noi
 
 
 def heavy_tailed(tokens: int, k: int, seed: int = 0) -> Tensor:
-    """A few tokens are many times as large as the others, as hidden activations of gated networks are."""
-    size_T = gaussian(tokens, seed=seed + 1).exp().square()
-    return layer_inputs(tokens, k, seed=seed) * size_T[:, None]
+    """Each channel is large for a few tokens, as hidden activations of gated networks are."""
+    return layer_inputs(tokens, k, seed=seed) * gaussian(tokens, k, seed=seed + 1).exp()
 
 
 def test_correlations_shrink_by_the_number_of_tokens_and_the_diagonal_stays() -> None:
@@ -146,11 +145,12 @@ def test_few_heavy_tailed_tokens_cost_less_once_their_noise_is_known() -> None:
     held = moments_of(heavy_tailed(40000, 64, seed=9))
     ratios = []
     for seed in range(6):
-        hessian, noise = of_tokens(heavy_tailed(64, 64, seed=20 + seed))
+        hessian, noise = of_tokens(heavy_tailed(64, 64, seed=20 + 10 * seed))
         solved = [solve(weight, hessian, config, n_eff=64.0, noise=one) for one in (None, noise)]
         without, known = (float(relative_error(weight, dequantize(s.codes, s.grid), held)) for s in solved)
         ratios.append(known / without)
-    assert sum(ratios) / len(ratios) < 0.97
+    assert sum(ratios) / len(ratios) < 0.93
+    assert max(ratios) < 1.0
 
 
 def test_the_solver_uses_what_it_is_told() -> None:
