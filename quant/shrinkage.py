@@ -20,6 +20,8 @@ from glm5_quant.quant.statistics import Moments
 # Tokens for each channel from which on their number says enough. With 11 dense SmolLM2 ended 3% higher in KL, with
 # hundreds stories260k-glm4moe 2.6% (docs/lab-log.md).
 FEW_PER_CHANNEL = 4
+# Correlations are squared so many rows at a time: H of GLM-5 is 151 MB.
+ROWS = 256
 # A diagonal that would move by less than this stays: the copy is 151 MB at GLM-5's size.
 LEAST_CHANGE = 0.01
 
@@ -51,9 +53,11 @@ class Noise:
         square_TK = (sample_TK.double() * root_K).square()
         fourth_K = weight_T @ square_TK.square()
         all_pairs = float(weight_T @ square_TK.sum(-1).square() - fourth_K.sum())
-        correlation_KK = hessian_KK * root_K.float()
-        correlation_KK *= root_K.float()[:, None]
-        squares = max(float(correlation_KK.square().sum(dtype=torch.float64)) - k, 0.0)
+        squares = -float(k)
+        for row in range(0, k, ROWS):
+            part_RK = hessian_KK[row : row + ROWS] * root_K.float() * root_K[row : row + ROWS, None].float()
+            squares += float(part_RK.square_().sum(dtype=torch.float64))
+        squares = max(squares, 0.0)
         noise = all_pairs - squares / moments.n_eff
         return cls(
             correlation=min(max(noise / squares, 0.0), 1.0) if squares > 0 else 0.0,
