@@ -178,7 +178,10 @@ def main() -> int:
         if not folder.exists():
             write_model(folder, experts)
 
-    runs = [measure(*each, args.tokens, args.preset) for each in zip(folders, args.experts, strict=True)]
+    runs = []
+    for folder, experts in zip(folders, args.experts, strict=True):
+        runs.append(measure(folder, experts, args.tokens, args.preset))
+        print(json.dumps(runs[-1]), flush=True)
     few, many = runs
     per_expert = (many["processor_seconds"] - few["processor_seconds"]) / (many["experts"] - few["experts"])
     rest = few["processor_seconds"] - few["experts"] * per_expert
