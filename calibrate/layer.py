@@ -244,8 +244,16 @@ class LayerSolver:
         Nothing is held out and no gap is followed, so that solving one expert leaves the pool as it was for the next.
         """
         x_TD = flat["quantized"]
-        (tokens, dim), device, sampled = x_TD.shape, self.context.settings.device, self.context.sampled
-        pool = Evidence.empty(dim, tokens=tokens, held_from=tokens, gap=False, device=device, sampled=sampled)
+        tokens, dim = x_TD.shape
+        pool = Evidence.empty(
+            dim,
+            tokens=tokens,
+            held_from=tokens,
+            gap=False,
+            device=self.context.settings.device,
+            sampled=self.context.sampled,
+            channel_tokens=self.context.settings.quant.channel_tokens,
+        )
         for part in token_parts(tokens, self.context.chunk_tokens):
             pool.add(x_TD[part], None, part.start)
         return pool

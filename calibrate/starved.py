@@ -59,7 +59,7 @@ def _treatment(tokens: int, matrices: Mapping[str, ModuleRecord], settings: Mapp
         return "nothing", "moments taken as they are"
     first = next(m for role, m in matrices.items() if role != "down")
     moved = shrinkage(first.k, first.effective_tokens, quant["shrink_trust"])
-    shrunk = f"moments shrunk to their diagonal by {moved:.0%}"
+    shrunk = f"moments shrunk to their diagonal by {moved:.0%} or more"
     kappa = quant["pool_kappa"]
     if kappa:
         return "pooled", f"leaned on {kappa:g} tokens' worth of the layer's moments, {shrunk}"
