@@ -34,10 +34,8 @@ def polish(
     refit: bool,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Grid]:
-    """Codes uint8 [..., N, K] and grid after so many sweeps over all codes, before each one a refit of the scales if
-    asked. Zero-points stay. Rows of more than 1,536 inputs are swept fewer times, see TURN_INPUTS."""
-    if not sweeps:
-        return codes_NK, grid
+    """Codes uint8 [..., N, K] and grid after so many sweeps (1 or more) over all codes, before each one a refit of the
+    scales if asked. Zero-points stay. Rows of more than 1,536 inputs are swept fewer times, see TURN_INPUTS."""
     n, k = weight_NK.shape[-2:]
     sweeps = max(1, min(sweeps, TURN_INPUTS // k))
     step = max(REFIT_ROWS, SLICE_WEIGHTS // k)

@@ -85,15 +85,8 @@ def solve(
         trusted_KK = trusted_KK.clone() if trusted_KK is plain_KK else trusted_KK
         diagonal = trusted_KK.diagonal(dim1=-2, dim2=-1)
         diagonal += config.damp * diagonal.mean(-1, keepdim=True)
-    codes, grid = polish(
-        weight,
-        trusted_KK,
-        codes,
-        grid,
-        sweeps=config.descent_sweeps,
-        refit=config.refit_scales,
-        scale_dtype=scale_dtype,
-    )
+        sweeps, refit = config.descent_sweeps, config.refit_scales
+        codes, grid = polish(weight, trusted_KK, codes, grid, sweeps=sweeps, refit=refit, scale_dtype=scale_dtype)
     error = relative_error(weight, dequantize(codes, grid), plain_KK) if measure else None
     return Solved(codes=codes, grid=grid, error=error)
 
