@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.evidence import Evidence
-from glm5_quant.calibrate.stream import token_parts
+from glm5_quant.calibrate.stream import make_writable, token_parts
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
 
@@ -104,8 +104,12 @@ class Streams:
         """Add a network's outputs to `out` at some tokens, or set them."""
         y = y_TD if scale_T is None else y_TD * scale_T[:, None]
         if not isinstance(index, int):
+            # Where few of the rows between the first and the last are meant, what lies between them stays as it is.
+            if out.is_cpu and len(index) and (reach := int(index[-1]) + 1 - int(index[0])) <= 2 * len(index):
+                make_writable(out[index[0] :][:reach])
             out.index_add_(0, index, y)
         elif self.added:
+            make_writable(out[index : index + len(y)])
             out[index : index + len(y)] += y
         else:
             out[index : index + len(y)] = y

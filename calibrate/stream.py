@@ -12,9 +12,10 @@ import mmap
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,10 @@ from glm5_quant.model.errors import UserError
 NAMES = ("source", "quantized")
 FEW_WINDOWS = 8
 _ZEROS = bytes(2**17)
-_mappings: WeakSet[mmap.mmap] = WeakSet()
+# Linux's MADV_POPULATE_WRITE (5.14 on), which the module does not name.
+_POPULATE_WRITE = 23
+_mappings: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
+"""Where in memory each mapped file begins."""
 
 
 @dataclass(kw_only=True)
@@ -128,11 +132,26 @@ def release_pages() -> None:
         mapping.madvise(mmap.MADV_DONTNEED)
 
 
+def make_writable(rows: Tensor) -> None:
+    """Take the page faults of writing to rows that lie in a file all at once; rows elsewhere stay as they are.
+
+    For rows that are added to: each page would fault at reading and again at writing, one by one, which takes three
+    times as long as the sum itself.
+    """
+    first, nbytes = rows.data_ptr(), rows.nbytes
+    for mapping, start in _mappings.items():
+        if start <= first < start + len(mapping):
+            offset = (first - start) // mmap.PAGESIZE * mmap.PAGESIZE
+            with suppress(OSError):
+                mapping.madvise(_POPULATE_WRITE, offset, first - start + nbytes - offset)
+
+
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with path.open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), dtype.itemsize * math.prod(shape))
-    _mappings.add(mapping)
-    return torch.frombuffer(mapping, dtype=dtype).view(shape)
+    tensor = torch.frombuffer(mapping, dtype=dtype)
+    _mappings[mapping] = tensor.data_ptr()
+    return tensor.view(shape)
 
 
 def _reserve(descriptor: int, nbytes: int, path: Path) -> None:

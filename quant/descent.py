@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from glm5_quant.quant.grid import MAX_CODE, Grid, to_blocks
+from glm5_quant.quant.lazy import BATCH_COLUMNS, SUB_COLUMNS, carry
 from glm5_quant.quant.threads import one_thread, share_out
 
-BATCH_COLUMNS = 128
-SUB_COLUMNS = 16
 # Rows whose B x B systems are built at once when scales are refitted.
 REFIT_ROWS = 256
 # A turn takes more products with H than error feedback does, and these grow with K: with 6,144 inputs three turns took
@@ -101,16 +100,8 @@ def _sweep(
                         pull_EKN[:, j + 1 : end].addcmul_(
                             hessian_EKK[:, j, j + 1 : end, None], moved_EN[:, None], value=-1
                         )
-                _carry(pull_EKN, moved_EKN, hessian_EKK, (sub, end, stop))
-        _carry(pull_EKN, moved_EKN, hessian_EKK, (start, stop, k))
-
-
-def _carry(pull_EKN: Tensor, moved_EKN: Tensor, hessian_EKK: Tensor, bounds: tuple[int, int, int]) -> None:
-    first, last, until = bounds
-    if last < until:
-        pull_EKN[:, last:until].baddbmm_(
-            hessian_EKK[:, first:last, last:until].transpose(1, 2), moved_EKN[:, first:last], alpha=-1.0
-        )
+                carry(pull_EKN, hessian_EKK, moved_EKN, (sub, end, stop), -1.0)
+        carry(pull_EKN, hessian_EKK, moved_EKN, (start, stop, k), -1.0)
 
 
 def _refit_scales(

@@ -20,12 +20,10 @@ from glm5_quant.quant.descent import polish
 from glm5_quant.quant.errors import quadratic_rows, relative_error
 from glm5_quant.quant.factor import Order, order_columns
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
+from glm5_quant.quant.lazy import BATCH_COLUMNS, SUB_COLUMNS, carry
 from glm5_quant.quant.shrinkage import Noise, trusted
 from glm5_quant.quant.threads import one_thread
 
-BATCH_COLUMNS = 128
-# Rank-1 updates reach only this far; the rest of a batch is updated by small matmuls.
-SUB_COLUMNS = 16
 SLICE_WEIGHTS = 1 << 22
 
 
@@ -147,11 +145,7 @@ def error_feedback(weight_NK: Tensor, order: Order, grid: Grid) -> Tensor:
 
 
 def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN: Tensor, high_EKN: Tensor) -> Tensor:
-    """Step counts (code - zero) as float32 [E, K, N], column after column.
-
-    A rounding error is carried to the next columns at three ranges: within 16 columns at once, within 128 by a small
-    matmul, beyond by one large matmul (the lazy batches of GPTQ).
-    """
+    """Step counts (code - zero) as float32 [E, K, N], column after column, errors carried on lazily."""
     k = weight_EKN.shape[1]
     adjusted_EKN = weight_EKN.clone()
     error_EKN, steps_EKN = torch.empty_like(weight_EKN), torch.empty_like(weight_EKN)
@@ -168,15 +162,6 @@ def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN:
                     error_EKN[:, j] = error_EN
                     if j + 1 < end:
                         adjusted_EKN[:, j + 1 : end].addcmul_(unit_EKK[:, j, j + 1 : end, None], error_EN[:, None])
-                _carry(adjusted_EKN, error_EKN, unit_EKK, (sub, end, stop))
-        _carry(adjusted_EKN, error_EKN, unit_EKK, (start, stop, k))
+                carry(adjusted_EKN, unit_EKK, error_EKN, (sub, end, stop), 1.0)
+        carry(adjusted_EKN, unit_EKK, error_EKN, (start, stop, k), 1.0)
     return steps_EKN
-
-
-def _carry(adjusted_EKN: Tensor, error_EKN: Tensor, unit_EKK: Tensor, bounds: tuple[int, int, int]) -> None:
-    """Add the errors of columns first..last to columns last..until."""
-    first, last, until = bounds
-    if last < until:
-        adjusted_EKN[:, last:until].baddbmm_(
-            unit_EKK[:, first:last, last:until].transpose(1, 2), error_EKN[:, first:last]
-        )

@@ -11,6 +11,7 @@ import argparse
 import shutil
 from pathlib import Path
 
+import glm5_tiny
 import torch
 from auto_round import AutoRound
 from peer_common import Clock, calibration_tokens, one_thread, uneven_linears, versions, write_record
@@ -39,7 +40,7 @@ def main() -> None:
     tokens = calibration_tokens(args.tokens, args.windows)
     samples = [{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in tokens]
     rounder = AutoRound(
-        str(args.model),
+        glm5_tiny.load(args.model) if glm5_tiny.is_glm5(args.model) else str(args.model),
         tokenizer=AutoTokenizer.from_pretrained(args.model),
         scheme="W4A16",
         bits=4,
@@ -56,6 +57,7 @@ def main() -> None:
         low_gpu_mem_usage=False,
         low_cpu_mem_usage=False,  # True writes each block while it tunes the next one, and the clock would see that
         format="llm_compressor",
+        ignore_layers=",".join(glm5_tiny.KEPT) if glm5_tiny.is_glm5(args.model) else "",
     )
     clock = Clock()
     with clock.running():

@@ -11,6 +11,7 @@ router in every layer and layer 0 is dense; experts become one Linear each (its 
 import argparse
 from pathlib import Path
 
+import glm5_tiny
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from llmcompressor import oneshot
@@ -25,11 +26,13 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def load(folder: Path):
+def load(folder: Path, *, all_experts: bool):
     """The source model in its own dtype; experts as one Linear each where there are any.
 
     `linearize_moe` gives the modules that its `load_quantizable_moe` gives, without needing torchvision.
     """
+    if glm5_tiny.is_glm5(folder):
+        return glm5_tiny.load(folder, all_experts=all_experts)
     return linearize_moe(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))
 
 
@@ -37,7 +40,7 @@ def schemes(model, args) -> dict[str, QuantizationScheme]:
     """One scheme for each group size that the model's widths allow."""
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
             names.setdefault(group_for(module.in_features, args.group_size), []).append(name)
     weights = {"num_bits": 4, "type": "int", "symmetric": args.symmetric, "strategy": "group"}
     weights["observer"] = args.observer
@@ -50,25 +53,34 @@ def schemes(model, args) -> dict[str, QuantizationScheme]:
 
 
 def awq_mappings(model) -> list[AWQMapping]:
-    """Llama's mappings layer by layer; where a layer has experts, router, experts and shared expert share the norm."""
+    """Llama's mappings layer by layer; where a layer has experts, router, experts and shared expert share the norm.
+
+    glm5-tiny's gates normalize their input again, channel by channel, so its experts cannot be smoothed with the norm;
+    its mask predictors read what the attention reads.
+    """
     mappings = []
     for index, layer in enumerate(model.model.layers):
         at = rf"re:^model\.layers\.{index}\."
-        mappings.append(AWQMapping(f"{at}input_layernorm$", [rf"{at}self_attn\.{p}_proj$" for p in "qkv"]))
+        glm5 = hasattr(layer.self_attn, "mask_predictor")
+        attention = [rf"{at}self_attn\.{p}_proj$" for p in "qkv"]
+        attention += [rf"{at}self_attn\.mask_predictor\.[qk]$"] if glm5 else []
+        mappings.append(AWQMapping(f"{at}input_layernorm$", attention))
         mappings.append(AWQMapping(rf"{at}self_attn\.v_proj$", [rf"{at}self_attn\.o_proj$"]))
         readers = [rf"{at}mlp\.gate_proj$", rf"{at}mlp\.up_proj$"]
         blocks = [rf"{at}mlp\."]
         if hasattr(layer.mlp, "experts"):
-            blocks = [rf"{at}mlp\.shared_experts\."]
-            blocks += [rf"{at}mlp\.experts\.{expert}\." for expert in range(layer.mlp.experts.num_experts)]
+            count = len(layer.mlp.experts) if glm5 else layer.mlp.experts.num_experts
+            blocks = [] if glm5 else [rf"{at}mlp\.shared_experts\."]
+            blocks += [rf"{at}mlp\.experts\.{expert}\." for expert in range(count)]
             readers = [rf"{at}mlp\.gate$"] + [rf"{block}{p}_proj$" for block in blocks for p in ("gate", "up")]
-        mappings.append(AWQMapping(f"{at}post_attention_layernorm$", readers))
+        if not glm5:
+            mappings.append(AWQMapping(f"{at}post_attention_layernorm$", readers))
         mappings += [AWQMapping(f"{block}up_proj$", [f"{block}down_proj$"]) for block in blocks]
     return mappings
 
 
 def recipe(model, args) -> list:
-    common = {"config_groups": schemes(model, args), "ignore": ["lm_head"]}
+    common = {"config_groups": schemes(model, args), "ignore": ["lm_head", *(f"re:.*{part}.*" for part in glm5_tiny.KEPT)]}
     if args.method == "rtn":
         return [QuantizationModifier(**common)]
     if args.method == "gptq":
@@ -97,7 +109,7 @@ def main() -> None:
     if not torch.accelerator.is_available():
         # AWQ in 0.14 pins its cache before each search, which torch refuses on a machine without an accelerator.
         IntermediatesCache.pin_memory = lambda cache, index: None
-    model = load(args.model)
+    model = load(args.model, all_experts=not args.routed_only and args.method != "rtn")
     tokens = calibration_tokens(args.tokens, args.windows)
     samples = [{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in tokens]
     options = {"pipeline": "datafree"}

@@ -4,7 +4,7 @@
 
 Each folder is turned into plain float32 weights by the rules of its format (dequantize.py) and run by `transformers` in
 float32, as the source is: nobody's runtime takes part. One JSON a folder is written to DIR, with the figures of every
-window, so that two results can be compared window by window (compare.py). `--runtime` loads folders through glm5-quant
+window, so that two results can be compared window by window (table.py). `--runtime` loads folders through glm5-quant
 instead, for exports whose sidecar (shadows, compensation, activations, online rotation) belongs to the result.
 
 A position counts as numeric where the token to be predicted is one (`numeric_kl`), or where the token read is one
@@ -17,6 +17,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 
+import glm5_tiny
 import torch
 from dequantize import read_folder
 from peer_common import one_thread, versions
@@ -28,6 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def load_plain(folder: Path):
     """A folder, quantized or not, as a float32 transformers model; experts are fused by transformers itself."""
     config, tensors = read_folder(folder)
+    if glm5_tiny.is_glm5(folder):
+        glm5_tiny.register()
+        tensors = glm5_tiny.fuse(tensors)
     with tempfile.TemporaryDirectory() as scratch:
         config["dtype"] = "float32"
         config.pop("torch_dtype", None)

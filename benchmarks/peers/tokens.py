@@ -2,7 +2,7 @@
 
     python benchmarks/peers/tokens.py --model MODEL --calibration C4.jsonl.gz --evaluation WIKI.raw.gz --out OUT
 
-Calibration documents (jsonl with `text`, or plain text as one document) are tokenised in order and joined without a
+Calibration documents (jsonl with `text` or `messages`, or plain text as one document) are tokenised in order and joined without a
 separator; the first `--calibration-windows` windows are kept. The evaluation text is tokenised whole, as one string;
 the first `--evaluation-windows` windows are kept. With `--own-corpus` both come from one text: evaluation is its last
 windows, calibration its first ones (the setting for the TinyStories models, whose corpus is small).
@@ -19,14 +19,20 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 
-def read_documents(path: Path) -> list[str]:
-    """Every document of a jsonl file's `text` fields, or a text file as one document; gzip where the name says so."""
+def read_documents(path: Path, tokenizer) -> list[str]:
+    """Every document of a jsonl file (`text`, or `messages` through the chat template), or a text file as one document;
+    gzip where the name says so."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8", newline="") as handle:
         content = handle.read()
     if ".jsonl" in path.name:
-        return [json.loads(line)["text"] for line in content.split("\n") if line.strip()]
+        rows = [json.loads(line) for line in content.split("\n") if line.strip()]
+        return [row["text"] if "text" in row else chat(tokenizer, row["messages"]) for row in rows]
     return [content]
+
+
+def chat(tokenizer, messages: list[dict[str, str]]) -> str:
+    return tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 def windows(ids: list[int], count: int, length: int, *, last: bool = False) -> torch.Tensor:
@@ -62,21 +68,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     needed = args.calibration_windows * args.length
     if args.own_corpus:
-        ids = tokenise(tokenizer, read_documents(args.calibration))
+        ids = tokenise(tokenizer, read_documents(args.calibration, tokenizer))
         evaluation = windows(ids, args.evaluation_windows, args.length, last=True)
         calibration = windows(ids[: -evaluation.numel()], args.calibration_windows, args.length)
     else:
         calibration = windows(
-            tokenise(tokenizer, read_documents(args.calibration), needed), args.calibration_windows, args.length
+            tokenise(tokenizer, read_documents(args.calibration, tokenizer), needed), args.calibration_windows, args.length
         )
         evaluation = windows(
-            tokenise(tokenizer, ["".join(read_documents(args.evaluation))]), args.evaluation_windows, args.length
+            tokenise(tokenizer, ["".join(read_documents(args.evaluation, tokenizer))]), args.evaluation_windows, args.length
         )
     if args.text_out:
         # One document for all, so that a tool which draws documents in an order of its own still reads these tokens (up
         # to the few that merge where two documents meet).
         used, documents = 0, []
-        for document in read_documents(args.calibration):
+        for document in read_documents(args.calibration, tokenizer):
             if used > needed + args.length:
                 break
             documents.append(document)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 import torch
 
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.ffn import Streams
 from glm5_quant.calibrate.memory import bound_kernel_caches, cut
 from glm5_quant.calibrate.settings import Settings
-from glm5_quant.calibrate.stream import release_pages, scratch, windows
+from glm5_quant.calibrate.stream import make_writable, release_pages, scratch, windows
 from glm5_quant.model.families import Linear, family_of
 
 linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's account of a process's memory")
@@ -54,6 +57,43 @@ def test_streams_gone_through_window_by_window_are_never_all_in_memory(tmp_path:
     assert most - before < 40 * MIB  # of 128
     assert torch.equal(streams[0][:, 0], -streams[1][:, -1])
     assert streams[0][:, 0].tolist() == list(range(64))
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@linux
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (5, 14), reason="Linux before 5.14")
+def test_rows_that_are_added_to_fault_once_and_no_others_come_in(tmp_path: Path) -> None:
+    buffer, row = scratch(tmp_path, (64, MIB // 4)), torch.ones(MIB // 4)
+    buffer.fill_(1.0)
+    release_pages()
+    before = resident("RssFile", "RssShmem")
+    make_writable(buffer[16:32])
+    assert 15 * MIB < resident("RssFile", "RssShmem") - before < 20 * MIB
+    start = faults()
+    buffer[16:32] += row
+    assert faults() - start < 100  # of 4,096 pages
+    make_writable(row)  # in no file
+    assert buffer[:, 0].tolist() == [1.0] * 16 + [2.0] * 16 + [1.0] * 32
+
+
+@linux
+@pytest.mark.parametrize("step", [1, 2, 9], ids=["all", "every other", "few"])
+def test_outputs_of_experts_are_added_in_files_as_in_memory(step: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(step)
+    index = torch.arange(3, 4000, step)
+    y, scale = torch.randn(len(index), 640, generator=generator), torch.rand(len(index), generator=generator)
+    in_file, in_memory = scratch(tmp_path, (4096, 640)), torch.zeros(4096, 640)
+    for out in (in_file, in_memory):
+        release_pages()
+        streams = Streams(x=out, out=out, added=True)
+        streams.write(out, index, y, scale)
+        streams.write(out, index[:0], y[:0], scale[:0])
+        streams.write(out, 4000, y[:96], None)
+    assert torch.equal(in_file, in_memory)
+    assert torch.equal(in_file[index], y * scale[:, None])
 
 
 @linux
