@@ -18,14 +18,14 @@ class QuantConfig:
     symmetric         zero-point fixed at 8 (for readers that know no zero-points)
     weighted_grid     grids minimise the error weighted by diag H; off: unweighted error
     error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
-    damp              share of the mean diagonal of H added to its diagonal
+    damp              share of the typical diagonal of H (damping.py) added to its diagonal
     shrink            correlations in H times 1 - r, r = n / (n + c N_eff) or more where the tokens vary much
     shrink_trust      that c (see shrinkage.py)
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
     alphas            candidate strengths of the target correction toward the source stream; () = off
     relative_stream   tokens weigh 1 / |h|^2 where a matrix writes to the residual stream h: what the next norm sees
     correct_stream    what is written to the residual stream also makes up for what the quantized stream lacks there
-    target_delta      share of the mean diagonal of H added before its inverse in that correction
+    target_delta      share of the same added before the inverse of H in that correction
     rotation          64-point Hadamard on input channels: nowhere, where it folds into weights, or everywhere
     activations       number format of activations at run time
     shadow_budget     bytes of the FP16 residuals, as a share of the FP16 bytes of the experts
@@ -51,7 +51,7 @@ class QuantConfig:
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     relative_stream: bool = True
     correct_stream: bool = True
-    target_delta: float = 0.1
+    target_delta: float = 0.2
     rotation: Rotation = "none"
     activations: Activations = "none"
     shadow_budget: float = 0.003

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.quant.cholesky import cholesky
+from glm5_quant.quant.damping import typical_energy
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Order:
 
 
 def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
-    """Sort by diag H (stable) and factor H + damp * mean(diag H) I. Never fails: see `_stubborn_factor`."""
+    """Sort by diag H (stable) and factor H + damp * typical_energy(H) I. Never fails: see `_stubborn_factor`."""
     diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)
     order_EK = torch.sort(diagonal_EK, dim=-1, descending=True, stable=True).indices
     # Reversed, a lower Cholesky factor becomes the upper one that M D M^T asks for.
@@ -38,7 +39,7 @@ def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     factor_EKK, ok_E = cholesky(_arranged(hessian_EKK, reversed_EK, damp), in_place=True)
     for bad in torch.nonzero(~ok_E).flatten().tolist():
         one = slice(bad, bad + 1)
-        factor_EKK[bad] = _stubborn_factor(_arranged(hessian_EKK[one], reversed_EK[one], damp), max(damp, 1e-6))
+        factor_EKK[bad] = _stubborn_factor(_arranged(hessian_EKK[one], reversed_EK[one], damp))
     root_EK = factor_EKK.diagonal(dim1=-2, dim2=-1).clone()
     variance_EK = torch.empty_like(root_EK).scatter_(1, reversed_EK, root_EK.square())
     unit_EKK = factor_EKK.div_(root_EK.unsqueeze(-2)).flip(-1, -2)
@@ -46,22 +47,23 @@ def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
 
 
 def _arranged(hessian_EKK: Tensor, order_EK: Tensor, damp: float) -> Tensor:
-    """H / mean(diag H) + damp I, rows and columns in the given order."""
+    """(H + damp typical_energy(H) I) / mean(diag H), rows and columns in the given order."""
     k = hessian_EKK.shape[-1]
     mixed_EKK = hessian_EKK.gather(1, order_EK[:, :, None].expand(-1, -1, k))
     mixed_EKK = mixed_EKK.gather(2, order_EK[:, None, :].expand(-1, k, -1))
     mean_E = hessian_EKK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     mixed_EKK /= mean_E[:, None, None]
-    mixed_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
+    mixed_EKK.diagonal(dim1=-2, dim2=-1).add_(damp * typical_energy(mixed_EKK)[:, None])
     return mixed_EKK
 
 
-def _stubborn_factor(hessian_EKK: Tensor, damp: float) -> Tensor:
-    """Cholesky of one matrix in float64, with ten times the damping until it succeeds."""
+def _stubborn_factor(hessian_EKK: Tensor) -> Tensor:
+    """Cholesky of one matrix of mean diagonal 1, in float64: as it is, then with 1e-7, 1e-6, ... on its diagonal."""
+    extra = 0.0
     while True:
         damped_EKK = hessian_EKK.double()
-        damped_EKK.diagonal(dim1=-2, dim2=-1).add_(damp)
+        damped_EKK.diagonal(dim1=-2, dim2=-1).add_(extra)
         factor_EKK, ok_E = cholesky(damped_EKK, in_place=True)
         if bool(ok_E):
             return factor_EKK[0]
-        damp *= 10.0
+        extra = max(10.0 * extra, 1e-7)

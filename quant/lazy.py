@@ -1,4 +1,4 @@
-"""The lazy batches of GPTQ (Frantar et al., arXiv 2210.17323): what one column's change does to later columns is carried
+"""The lazy batches of GPTQ (Frantar et al., arXiv 2210.17323): what one column's change does to later ones is carried
 to those of its group of 16 at once, to those of its batch of 128 by a small matmul, beyond by one large matmul."""
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.quant.config import QuantConfig
+from glm5_quant.quant.damping import typical_energy
 from glm5_quant.quant.descent import polish
 from glm5_quant.quant.errors import quadratic_rows, relative_error
 from glm5_quant.quant.factor import Order, order_columns
@@ -82,7 +83,7 @@ def solve(
         # Damped as for error feedback: what H knows nothing of would otherwise be free to move, and does.
         trusted_KK = trusted_KK.clone() if trusted_KK is plain_KK else trusted_KK
         diagonal = trusted_KK.diagonal(dim1=-2, dim2=-1)
-        diagonal += config.damp * diagonal.mean(-1, keepdim=True)
+        diagonal += config.damp * typical_energy(trusted_KK)[..., None]
         sweeps, refit = config.descent_sweeps, config.refit_scales
         codes, grid = polish(weight, trusted_KK, codes, grid, sweeps=sweeps, refit=refit, scale_dtype=scale_dtype)
     error = relative_error(weight, dequantize(codes, grid), plain_KK) if measure else None
@@ -107,7 +108,7 @@ def choose_grid(weight_NK: Tensor, hessian_KK: Tensor, config: QuantConfig, *, s
     if not config.weighted_grid:
         return plain
     diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
-    weighted = _search(weight_NK, diagonal + config.damp * diagonal.mean(-1, keepdim=True), config, scale_dtype)
+    weighted = _search(weight_NK, diagonal + config.damp * typical_energy(hessian_KK)[..., None], config, scale_dtype)
     better, other = (
         quadratic_rows(weight_NK - dequantize(quantize(weight_NK, one), one), hessian_KK) for one in (weighted, plain)
     )

@@ -1,8 +1,9 @@
 """The target W* that makes up for the difference between the source and the quantized stream (EAMPQ step 4).
 
 Dimensions: N out, K in. x source stream, x~ quantized stream, H = mean x~ x~^T, G = mean (x - x~) x~^T.
-W + W G (H + delta I)^-1 would be ridge regression of the source's outputs on the inputs the layer will really see. Full
-strength overfits (the family of GPTAQ, QEP, Qronos), so only alpha of the way is gone, alpha by held-out error.
+W + W G (H + delta t I)^-1 would be ridge regression of the source's outputs on the inputs the layer will really see;
+t is the typical diag H (damping.py). Full strength overfits (the family of GPTAQ, QEP, Qronos), so only alpha of the
+way is gone, alpha by held-out error.
 
 A linear that writes to the residual stream can make up for more: P = mean r x~^T, r being what the quantized stream
 lacks of the source's where the linear's output is added. Ridge regression of W x + r on x~ has W G + P for W G.
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.quant.cholesky import cholesky
+from glm5_quant.quant.damping import typical_energy
 
 MIN_TOKENS_PER_CHANNEL = 4
 
@@ -23,7 +25,7 @@ MIN_TOKENS_PER_CHANNEL = 4
 def target_direction(
     weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delta: float = 0.1, lack_NK: Tensor | None = None
 ) -> Tensor:
-    """D = (W G + P) (H + delta mean(diag H) I)^-1, float32 [..., N, K]. Zero H gives a zero direction.
+    """D = (W G + P) (H + delta t I)^-1, float32 [..., N, K], t = typical_energy(H). Zero H gives a zero direction.
 
     lack_NK is P; None = 0.
 
@@ -43,17 +45,17 @@ def target_direction(
 
 
 def ridge(moved_NK: Tensor, hessian_KK: Tensor, delta: float) -> Tensor:
-    """moved (H + delta mean(diag H) I)^-1, float32 [..., N, K]."""
+    """moved (H + delta t I)^-1, float32 [..., N, K]."""
     factor_KK = _ridge_factor(hessian_KK.float(), delta)
     return torch.cholesky_solve(moved_NK.transpose(-1, -2), factor_KK).transpose(-1, -2)
 
 
 def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
-    """Lower Cholesky factor of H + delta mean(diag H) I; more is added until every matrix of a stack factors."""
-    mean = hessian_KK.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    """Lower Cholesky factor of H + delta t I; more is added until every matrix of a stack factors."""
+    typical = typical_energy(hessian_KK)
     while True:
         ridge_KK = hessian_KK.clone()
-        ridge_KK.diagonal(dim1=-2, dim2=-1).add_((delta * mean)[..., None])
+        ridge_KK.diagonal(dim1=-2, dim2=-1).add_((delta * typical)[..., None])
         factor_EKK, ok_E = cholesky(ridge_KK.reshape(-1, *ridge_KK.shape[-2:]), in_place=True)
         if bool(ok_E.all()):
             return factor_EKK.reshape(hessian_KK.shape)
@@ -61,7 +63,7 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
 
 
 def damped_target(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, alpha: float, delta: float = 0.1) -> Tensor:
-    """W* = W + alpha W G (H + delta mean(diag H) I)^-1, float32 [N, K]; alpha 0 returns W."""
+    """W* = W + alpha W G (H + delta t I)^-1, float32 [N, K]; alpha 0 returns W."""
     if alpha == 0:
         return weight_NK.float()
     return weight_NK.float() + alpha * target_direction(weight_NK, hessian_KK, gap_KK, delta)

@@ -16,6 +16,10 @@ from glm5_quant.model.journal import open_journal
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.target import target_direction
+
+# The ablation, the weight, what the corrected one aims at, the quantized and the source stream.
+Taken = tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def test_a_layer_of_ten_is_looked_at_and_three_at_most() -> None:
@@ -32,7 +36,7 @@ def heavy(tokens: int, k: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def taken_apart() -> tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor]:
+def taken_apart() -> Taken:
     torch.manual_seed(3)
     k, n, tokens, held_from = 128, ROWS, 2000, 1600
     source = heavy(tokens, k)
@@ -43,15 +47,18 @@ def taken_apart() -> tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor]:
     linear = Linear("m", 0, "up", None, False, n, k, "m.weight", (None, 0, n), "m", "m")
     config = QuantConfig(numeric_weight=0.0, shadow_budget=0.02)
     ablation = Ablation(config=config, scale_dtype=torch.bfloat16, names=frozenset({"m"}))
-    ablation.add([linear], [weight], [weight * 1.001], evidence.parts[0])
-    return ablation, weight, stream, source
+    part = evidence.parts[0]
+    assert part.fit.gap_KK is not None
+    aim = weight + target_direction(weight, part.fit.hessian_KK, part.fit.gap_KK, config.target_delta)
+    ablation.add([linear], [weight], [aim], part)
+    return ablation, weight, aim, stream, source
 
 
 def test_each_step_is_solved_on_fitted_tokens_and_judged_on_the_others(
-    taken_apart: tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor],
+    taken_apart: Taken,
 ) -> None:
     """Reference: outputs of held-out tokens in float64, from weights solved on the first 1,600 tokens alone."""
-    ablation, weight, stream, source = taken_apart
+    ablation, weight, aim, stream, source = taken_apart
     found = ablation.errors["m"]
     x, wanted = stream[1600:].double(), source[1600:].double() @ weight.double().T
     size = float((x @ weight.double().T).square().sum())
@@ -64,12 +71,12 @@ def test_each_step_is_solved_on_fitted_tokens_and_judged_on_the_others(
     fitted = stream[:1600].T @ stream[:1600] / 1600
     solved = solve(weight, fitted, QuantConfig(shrink=False, descent_sweeps=0), n_eff=1600)
     assert found["error feedback"] == pytest.approx(error(dequantize(solved.codes, solved.grid)), rel=0.02)
-    solved = solve(weight * 1.001, fitted, QuantConfig(descent_sweeps=0), n_eff=1600)
+    solved = solve(aim, fitted, QuantConfig(descent_sweeps=0), n_eff=1600)
     assert found["target correction"] == pytest.approx(error(dequantize(solved.codes, solved.grid)), rel=0.02)
 
 
 def test_the_steps_are_those_of_the_method_in_order_and_help(
-    taken_apart: tuple[Ablation, torch.Tensor, torch.Tensor, torch.Tensor],
+    taken_apart: Taken,
 ) -> None:
     found = taken_apart[0].errors["m"]
     assert list(found) == [part for part in PARTS if part in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from glm5_quant.model import export, load
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import family_of, linears
-from glm5_quant.model.journal import Journal, open_journal
+from glm5_quant.model.journal import FinishRecord, Journal, open_journal
 from glm5_quant.quant.rotation import rotate
 
 BUDGET = 0.05
@@ -261,14 +262,19 @@ def test_a_layer_whose_shadows_fail_on_held_out_tokens_gets_none_and_others_get_
 ) -> None:
     model, work = q3
     journal = copied(work, tmp_path)
-    before = journal.finish_record()
-    path = journal.candidates_file(0)
-    save_file({n: t.abs() + 1 if n.endswith("unseen") else t for n, t in load_file(path).items()}, path)
-    journal.finish_file.unlink()
-    run(model, tmp_path)
-    after = journal.finish_record()
-    assert after.refused_layers == [0]
+
+    def finished(change: Callable[[Tensor], Tensor]) -> FinishRecord:
+        """With what held-out tokens make of layer 0 changed so, while they find layer 1 a little better."""
+        for layer, judged in ((0, change), (1, lambda t: -t.abs() - 1e-6)):
+            path = journal.candidates_file(layer)
+            save_file({n: judged(t) if n.endswith("unseen") else t for n, t in load_file(path).items()}, path)
+        journal.finish_file.unlink()
+        run(model, tmp_path)
+        return journal.finish_record()
+
+    before, after = finished(lambda t: -t.abs() - 1e-6), finished(lambda t: t.abs() + 1)
     assert before.refused_layers == []
+    assert after.refused_layers == [0]
     assert all(".layers.1." in name for name in bought(journal))
     assert after.spent_bytes > before.spent_bytes - 2 * (2 * 128 + 4)
 

@@ -20,12 +20,12 @@ CONFIG = QuantConfig(descent_sweeps=0)
 
 
 def naive_gptq(weight: torch.Tensor, hessian: torch.Tensor, grid: Grid, damp: float) -> torch.Tensor:
-    """GPTQ as its paper writes it: float64, inverse by Cholesky, one column at a time, activation order."""
+    """GPTQ as its paper writes it, but damped by the geometric mean: float64, inverse by Cholesky, column by column."""
     n, k = weight.shape
     order = sorted(range(k), key=lambda j: (-float(hessian[j, j]), j))
     w = weight.double()[:, order].clone()
     h = hessian.double()[order][:, order]
-    h = h + damp * h.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    h = h + damp * h.diagonal().log().mean().exp() * torch.eye(k, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(h), upper=True)
     codes = torch.empty(n, k, dtype=torch.uint8)
     for i, j in enumerate(order):
@@ -52,7 +52,7 @@ def test_the_factor_rebuilds_the_damped_hessian_in_the_order_of_rounding() -> No
     assert bool((hessian.diagonal()[order].diff() <= 0).all())
     assert torch.equal(unit, torch.triu(unit))
     rebuilt = unit @ torch.diag(variance[order]) @ unit.T * float(hessian.diagonal().mean())
-    damped = hessian.double() + 0.01 * float(hessian.diagonal().mean()) * torch.eye(80)
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().log().mean().exp() * torch.eye(80)
     torch.testing.assert_close(rebuilt, damped[order][:, order], rtol=1e-5, atol=1e-5)
 
 
@@ -168,7 +168,8 @@ def test_columns_never_used_are_rounded_to_nearest() -> None:
 def test_without_error_feedback_each_row_has_the_better_of_two_grids() -> None:
     weight, hessian = gaussian(32, 128), moments_of(layer_inputs(600, 128))
     fast = solve(weight, hessian, replace(CONFIG, error_feedback=False))
-    for grid in (search_grid(weight), search_grid(weight, hessian.diagonal() + 0.01 * hessian.diagonal().mean())):
+    diagonal = hessian.diagonal()
+    for grid in (search_grid(weight), search_grid(weight, diagonal + 0.01 * diagonal.log().mean().exp())):
         other = relative_error(weight, dequantize(quantize(weight, grid), grid), hessian)
         assert float(fast.error) <= float(other)
     assert torch.equal(fast.codes, quantize(weight, fast.grid))

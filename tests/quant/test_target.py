@@ -23,7 +23,7 @@ def moments(tokens: int, k: int, noise: float, seed: int = 0) -> tuple[torch.Ten
 def test_full_strength_is_ridge_regression_of_source_outputs_on_quantized_inputs() -> None:
     weight, (source, x) = gaussian(6, 20), streams(400, 20, 0.3)
     h, g = x.T @ x / 400, (source - x).T @ x / 400
-    delta = 0.1 * float(h.diagonal().mean())
+    delta = 0.1 * float(h.diagonal().double().log().mean().exp())
     wanted = (
         weight.double()
         @ (h.double() + g.double() + delta * torch.eye(20))
@@ -37,7 +37,7 @@ def test_what_the_stream_lacks_is_regressed_together_with_the_gap(rows: int) -> 
     weight, (source, x) = gaussian(rows, 20), streams(400, 20, 0.3)
     lack = x @ gaussian(20, rows, seed=7) + gaussian(400, rows, seed=8)
     h, g, p = x.T @ x / 400, (source - x).T @ x / 400, lack.T @ x / 400
-    ridge = h.double() + 0.1 * float(h.diagonal().mean()) * torch.eye(20)
+    ridge = h.double() + 0.1 * float(h.diagonal().double().log().mean().exp()) * torch.eye(20)
     wanted = (weight.double() @ g.double() + p.double()) @ torch.linalg.inv(ridge)
     direction = target_direction(weight, h, g, 0.1, p)
     torch.testing.assert_close(direction.double(), wanted, rtol=1e-4, atol=1e-4)
