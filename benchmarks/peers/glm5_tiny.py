@@ -1,7 +1,7 @@
 """glm5-tiny in a form that other people's quantizers can take: every matrix of every expert a Linear of its own.
 
-No peer knows its architecture. The runners call `load`; the scorer calls `fuse` on what a peer wrote. Needs glm5_quant on
-the path (`PYTHONPATH=src`) in the peer's venv, and transformers 5.24 there.
+No peer knows its architecture. The runners call `load`; the scorer calls `fuse` on what a peer wrote. The peer's venv
+needs transformers 5.24 and glm5_quant (`pip install --no-deps .`).
 """
 
 import json
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
-
 
 # What stays in the source's precision: gates and mask predictors, as in our exports.
 KEPT = ("mlp.gate.", "mask_predictor")

@@ -80,7 +80,8 @@ def awq_mappings(model) -> list[AWQMapping]:
 
 
 def recipe(model, args) -> list:
-    common = {"config_groups": schemes(model, args), "ignore": ["lm_head", *(f"re:.*{part}.*" for part in glm5_tiny.KEPT)]}
+    kept = ["lm_head", *(f"re:.*{part}.*" for part in glm5_tiny.KEPT)]
+    common = {"config_groups": schemes(model, args), "ignore": kept}
     if args.method == "rtn":
         return [QuantizationModifier(**common)]
     if args.method == "gptq":

@@ -2,10 +2,10 @@
 
     python benchmarks/peers/tokens.py --model MODEL --calibration C4.jsonl.gz --evaluation WIKI.raw.gz --out OUT
 
-Calibration documents (jsonl with `text` or `messages`, or plain text as one document) are tokenised in order and joined without a
-separator; the first `--calibration-windows` windows are kept. The evaluation text is tokenised whole, as one string;
-the first `--evaluation-windows` windows are kept. With `--own-corpus` both come from one text: evaluation is its last
-windows, calibration its first ones (the setting for the TinyStories models, whose corpus is small).
+Calibration documents (jsonl with `text` or `messages`, or plain text as one document) are tokenised in order and joined
+without a separator; the first `--calibration-windows` windows are kept. The evaluation text is tokenised whole, as one
+string; the first `--evaluation-windows` windows are kept. With `--own-corpus` both come from one text: evaluation is
+its last windows, calibration its first ones (the setting for the TinyStories models, whose corpus is small).
 """
 
 import argparse
@@ -67,27 +67,25 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     needed = args.calibration_windows * args.length
+    documents = read_documents(args.calibration, tokenizer)
     if args.own_corpus:
-        ids = tokenise(tokenizer, read_documents(args.calibration, tokenizer))
+        ids = tokenise(tokenizer, documents)
         evaluation = windows(ids, args.evaluation_windows, args.length, last=True)
         calibration = windows(ids[: -evaluation.numel()], args.calibration_windows, args.length)
     else:
-        calibration = windows(
-            tokenise(tokenizer, read_documents(args.calibration, tokenizer), needed), args.calibration_windows, args.length
-        )
-        evaluation = windows(
-            tokenise(tokenizer, ["".join(read_documents(args.evaluation, tokenizer))]), args.evaluation_windows, args.length
-        )
+        calibration = windows(tokenise(tokenizer, documents, needed), args.calibration_windows, args.length)
+        whole = "".join(read_documents(args.evaluation, tokenizer))
+        evaluation = windows(tokenise(tokenizer, [whole]), args.evaluation_windows, args.length)
     if args.text_out:
         # One document for all, so that a tool which draws documents in an order of its own still reads these tokens (up
         # to the few that merge where two documents meet).
-        used, documents = 0, []
-        for document in read_documents(args.calibration, tokenizer):
+        used, kept = 0, []
+        for document in documents:
             if used > needed + args.length:
                 break
-            documents.append(document)
+            kept.append(document)
             used += len(tokenizer(document)["input_ids"])
-        args.text_out.write_text(json.dumps({"text": "".join(documents)}) + "\n")
+        args.text_out.write_text(json.dumps({"text": "".join(kept)}) + "\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     save_file({"calibration": calibration, "evaluation": evaluation}, args.out)
     for name, ids in (("calibration", calibration), ("evaluation", evaluation)):
