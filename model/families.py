@@ -181,10 +181,17 @@ def model_config(config: Mapping[str, Any], *, file: Path | str | None = None) -
         register()
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
-        return CONFIG_MAPPING[family.model_type].from_dict(plain)
+        made = CONFIG_MAPPING[family.model_type].from_dict(plain)
     except Exception as error:  # the class checks its values; whatever it says concerns the user's file
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"transformers refuses this config: {type(error).__name__}: {reason}", file=file) from error
+    there, taken = expert_count(made), getattr(made, "num_experts_per_tok", None)
+    if there and taken is not None and not 1 <= taken <= there:
+        raise UserError(
+            "a token cannot take so many experts", file=file, item="num_experts_per_tok", found=taken,
+            expected=f"1 to {there}",
+        )  # fmt: skip
+    return made
 
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")

@@ -253,6 +253,13 @@ def test_a_config_value_that_transformers_refuses_is_a_message(tmp_path: Path) -
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("taken", [0, 5])
+def test_more_experts_for_a_token_than_there_are_is_a_message(taken: int, tmp_path: Path) -> None:
+    edit_config(tiny_q3(tmp_path), num_experts_per_tok=taken)
+    with pytest.raises(UserError, match=rf"config.json: num_experts_per_tok: .*found {taken}.*expected 1 to 4"):
+        opened(tmp_path)
+
+
 def test_defaults_left_out_of_the_config_are_filled_in() -> None:
     config = model_config({"model_type": "glm_moe_dsa", "auto_map": {"AutoConfig": "x.Y"}, "quantization_config": {}})
     assert (config.hidden_size, config.num_hidden_layers, config.first_k_dense_replace) == (6144, 78, 3)
