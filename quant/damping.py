@@ -1,8 +1,8 @@
 """What damping is a share of: the mean square of a typical input channel.
 
 GPTQ (Frantar et al., arXiv 2210.17323) takes the arithmetic mean of diag H. A few massive channels (Sun et al., arXiv
-2402.17762) lift it above all others: inputs of glm5-tiny's experts have a geometric mean of 0.0 to 3% of it, so that 1%
-of the arithmetic mean outweighs most channels, and what is known of their correlations is lost.
+2402.17762) lift it above all others: inputs of glm5-tiny's down-projections have a geometric mean of 0.0 to 1.4% of it,
+so that 1% of the arithmetic mean outweighs most channels, and what is known of their correlations is lost.
 """
 
 from __future__ import annotations
