@@ -27,6 +27,7 @@ from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rotation import rotate, rotate_moments
 from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.rows import RowFeedback
 from glm5_quant.quant.shadow import find_columns, prefix_residual
 from glm5_quant.quant.shrinkage import Noise, trusted
 
@@ -35,11 +36,13 @@ ROWS = 64
 MOST_LAYERS, ONE_OF = 3, 10
 PLAIN = "round to nearest"
 SHADOWS = "shadows"
+ROWS_TOO = "feedback between rows"
 PARTS = (
     PLAIN,
     "weighted grid",
     "error feedback",
     "shrinkage",
+    ROWS_TOO,
     "target correction",
     "rotation",
     "descent and refit",
@@ -70,8 +73,12 @@ class Ablation:
         weights_NK: list[Tensor],
         targets_NK: list[Tensor],
         part: Part,
+        feedback: Sequence[RowFeedback] = (),
     ) -> None:
-        """Take a group of matrices apart, where tokens are held out. Of routed experts, the first that has some."""
+        """Take a group of matrices apart, where tokens are held out. Of routed experts, the first that has some.
+
+        `feedback`: that between their rows, by which errors are counted then.
+        """
         if not part.held.tokens or not part.fit.tokens:
             return
         expert = linears[0].expert
@@ -79,7 +86,7 @@ class Ablation:
             self._expert = expert if self._expert is None else self._expert
             if expert != self._expert:
                 return
-        group = _Group.of(weights_NK, targets_NK, part)
+        group = _Group.of(weights_NK, targets_NK, part, feedback)
         found = _Ladder(self.config, self.scale_dtype, part, group)
         for linear in linears:
             self.errors[linear.name] = {}
@@ -99,30 +106,41 @@ class _Group:
     floors: list[float]
     sizes: list[float]
     part: Part
+    feedback: list[RowFeedback]
 
     @classmethod
-    def of(cls, weights_NK: list[Tensor], targets_NK: list[Tensor], part: Part) -> _Group:
-        rows = [_spread(len(weight)) for weight in weights_NK]
+    def of(
+        cls, weights_NK: list[Tensor], targets_NK: list[Tensor], part: Part, feedback: Sequence[RowFeedback]
+    ) -> _Group:
+        some = [one.some(ROWS) for one in feedback]
+        rows = [index for _, index in some] or [_spread(len(weight)) for weight in weights_NK]
         picked = [weight[index] for weight, index in zip(weights_NK, rows, strict=True)]
         ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
         held_KK = part.held.hessian_KK
+        counted = [one.weigh(weight) for (one, _), weight in zip(some, picked, strict=False)] or picked
         return cls(
             weight_RK=torch.cat(picked),
             target_RK=torch.cat([target[index] for target, index in zip(targets_NK, rows, strict=True)]),
             slices=[slice(start, stop) for start, stop in pairwise(ends)],
             floors=[part.floor_of(number, index) for number, index in enumerate(rows)],
-            sizes=[float(quadratic_rows(weight, held_KK).sum(dtype=torch.float64)) for weight in picked],
+            sizes=[float(quadratic_rows(weight, held_KK).sum(dtype=torch.float64)) for weight in counted],
             part=part,
+            feedback=[one for one, _ in some],
         )
 
     def errors(self, restored_RK: Tensor) -> list[float]:
         """Relative error of each matrix on held-out tokens, against the source stream."""
-        held, error_RK = self.part.held, restored_RK - self.weight_RK
+        held = self.part.held
+        error_RK, weight_RK = self._counted(restored_RK - self.weight_RK), self._counted(self.weight_RK)
         rows_R = quadratic_rows(error_RK, held.hessian_KK).double()
         if held.gap_KK is not None:
-            rows_R -= 2.0 * (error_RK * (self.weight_RK @ held.gap_KK)).sum(-1).double()
+            rows_R -= 2.0 * (error_RK * (weight_RK @ held.gap_KK)).sum(-1).double()
         totals = [float(rows_R[one].sum()) + floor for one, floor in zip(self.slices, self.floors, strict=True)]
         return [max(total, 0.0) / size if size > 0 else 0.0 for total, size in zip(totals, self.sizes, strict=True)]
+
+    def _counted(self, rows_RK: Tensor) -> Tensor:
+        pairs = zip(self.feedback, self.slices, strict=False)
+        return torch.cat([one.weigh(rows_RK[own]) for one, own in pairs]) if self.feedback else rows_RK
 
 
 @dataclass(frozen=True)
@@ -140,13 +158,20 @@ class _Ladder:
         )
         steps = [(PLAIN, dequantize(quantize(weight_RK, grid), grid))]
         now = replace(
-            config, weighted_grid=False, error_feedback=False, shrink=False, rotation="none", descent_sweeps=0
+            config,
+            weighted_grid=False,
+            error_feedback=False,
+            shrink=False,
+            row_feedback=False,
+            rotation="none",
+            descent_sweeps=0,
         )
         aim_RK = weight_RK
         changes: dict[str, dict[str, Any]] = {
             "weighted grid": {"weighted_grid": config.weighted_grid},
             "error feedback": {"error_feedback": config.error_feedback},
             "shrinkage": {"shrink": config.shrink and config.error_feedback},
+            ROWS_TOO: {"row_feedback": bool(self.group.feedback)},
             "target correction": {},
             "rotation": {"rotation": "full" if config.rotation == "full" else "none"},
             "descent and refit": {"descent_sweeps": config.descent_sweeps},
@@ -178,7 +203,16 @@ class _Ladder:
         seen_RK = rotate(aim_RK) if now.rotation == "full" else aim_RK
         hessian_KK, n_eff = self._moments(now), self.part.fit.n_eff
         noise = self._noise(now, hessian_KK)
-        solved = solve(seen_RK, hessian_KK, now, scale_dtype=self.scale_dtype, n_eff=n_eff, noise=noise, measure=False)
+        solved = solve(
+            seen_RK,
+            hessian_KK,
+            now,
+            scale_dtype=self.scale_dtype,
+            n_eff=n_eff,
+            noise=noise,
+            feedback=self.group.feedback if now.row_feedback else (),
+            measure=False,
+        )
         restored_RK = dequantize(solved.codes, solved.grid)
         return rotate(restored_RK) if now.rotation == "full" else restored_RK
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.evidence import Evidence
+from glm5_quant.calibrate.probe import PROBED_TOKENS, Probe, Prober, groups_of
 from glm5_quant.calibrate.stream import release_pages, windows
 from glm5_quant.calibrate.taps import (
     BlockReached,
@@ -33,6 +34,7 @@ from glm5_quant.calibrate.taps import (
     swapped,
 )
 from glm5_quant.model.families import Linear
+from glm5_quant.quant.rows import OutputMoments, RowFeedback
 
 Side = dict[int, Tensor]
 Chunk = tuple[int, int]
@@ -74,7 +76,8 @@ class AttentionSolver:
             passed["source"] = self._pass("source", outputs["source"], seen=partial(self._record, recorder, kept))
         else:
             recorder.take(self._forward("quantized", 0, self.context.chunks[0])[0])
-        passed["quantized"] = self._solve(taps, recorder, kept, outputs["quantized"])
+        rows = self._probe(taps) if self.context.settings.quant.row_feedback else {}
+        passed["quantized"] = self._solve(taps, recorder, kept, rows, outputs["quantized"])
         # Taps and their handler hold each other, and weights: all would stay until the next collection.
         _set_handler(taps, recorder)
         return passed
@@ -86,7 +89,36 @@ class AttentionSolver:
                 kept.append(self.context.scratch((self.inputs["source"].shape[:2].numel(), x.shape[-1]), x.dtype))
             kept[group][tokens] = x.flatten(0, -2)
 
-    def _solve(self, taps: dict[str, Tap], recorder: Recorder, kept: list[Tensor], attention: Tensor) -> Passed:
+    def _probe(self, taps: dict[str, Tap]) -> dict[str, RowFeedback]:
+        """Feedback between the rows of each linear whose outputs do not go to the residual stream as they are."""
+        context, quant = self.context, self.context.settings.quant
+        moments = {
+            name: OutputMoments.empty(*groups_of(item, context.runner.config), device=context.settings.device)
+            for name, item in self.linears.items()
+            if item.role != "o_proj" and name not in context.eight
+        }
+        if not moments:
+            return {}
+        _set_handler(taps, Prober(moments, context.dtype))
+        attention = self.module.get_submodule(context.runner.family.attention_path)
+        name = "source" if "source" in self.inputs else "quantized"
+        first = context.source_first if name == "source" else 0
+        weight_T, draws = stream_weight(context, self.inputs["quantized"]), torch.Generator().manual_seed(self.index)
+        weight_WT = None if weight_T is None else weight_T.view(context.ids_WT.shape)[first:]
+        for number, chunk in enumerate(context.chunks_of(name)):
+            if self._tokens(chunk).start < PROBED_TOKENS:
+                weight = None if weight_WT is None else weight_WT[slice(*chunk)]
+                self._forward(name, number, chunk, Probe(attention, weight, draws))
+        return {name: RowFeedback.of(one, quant.damp, quant.shrink_trust) for name, one in moments.items()}
+
+    def _solve(
+        self,
+        taps: dict[str, Tap],
+        recorder: Recorder,
+        kept: list[Tensor],
+        rows: dict[str, RowFeedback],
+        attention: Tensor,
+    ) -> Passed:
         context, groups = self.context, recorder.groups
         plain_T = writing_T = context.token_weight_T
         stream_T = stream_weight(context, self.inputs["quantized"])
@@ -97,7 +129,11 @@ class AttentionSolver:
         last_TK: Tensor | None = None
         for group, names in enumerate(groups):
             weights = [taps[name].weight for name in names]
-            found = self.evidence(weights[0].shape[1], context.ids_WT.numel(), self._writes(names)).of(weights)
+            feedback = [rows[name] for name in names if name in rows]
+            counted = [
+                rows[name].weigh(taps[name].weight.float()) if name in rows else taps[name].weight for name in names
+            ]
+            found = self.evidence(weights[0].shape[1], context.ids_WT.numel(), self._writes(names)).of(counted)
             weight_T = writing_T if self._writes(names) else plain_T
             returned = group == len(groups) - 1 and names == [recorder.returned]
             for number, chunk in enumerate(context.chunks):
@@ -109,7 +145,7 @@ class AttentionSolver:
                     if last_TK is None:
                         last_TK = context.scratch((context.ids_WT.numel(), x_TK.shape[1]), x_TK.dtype)
                     last_TK[tokens] = x_TK
-            solved = self.solve([self.linears[name] for name in names], weights, found)
+            solved = self.solve([self.linears[name] for name in names], weights, found, feedback=feedback)
             solver.solved |= dict(zip(names, solved, strict=True))
         if last_TK is None:
             return self._pass("quantized", attention)

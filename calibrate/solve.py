@@ -26,11 +26,13 @@ from glm5_quant.quant.errors import quadratic_rows
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import pack_bytes, pack_codes, pack_zeros
 from glm5_quant.quant.rounding import Solved, solve
+from glm5_quant.quant.rows import RowFeedback
 from glm5_quant.quant.shrinkage import Noise
 from glm5_quant.quant.statistics import Moments
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, ridge, target_direction
 
 ROWS = 1024
+Weigh = Callable[[Tensor], Tensor]
 
 
 @dataclass(kw_only=True)
@@ -68,8 +70,11 @@ def solve_group(
     dtype: torch.dtype = torch.float32,
     ablation: Ablation | None = None,
     eight: Collection[str] = (),
+    feedback: Sequence[RowFeedback] = (),
 ) -> list[Tensor]:
     """Solve linears that share `evidence`; returns their dequantized weights, [N, K] in `dtype` each.
+
+    `feedback` is that between the rows of each linear, or () where all outputs count alike: errors are counted by it.
 
     With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
     `shadows` is offered what was solved; `ablation` measures what each part of it was worth.
@@ -87,8 +92,11 @@ def solve_group(
             seen.columns(part.columns),
             scale_dtype,
             None if shadows is None else partial(shadows.add, linears, part.columns.start),
-            None if ablation is None or part is not evidence.parts[0] else partial(ablation.add, linears),
+            None
+            if ablation is None or part is not evidence.parts[0]
+            else partial(ablation.add, linears, feedback=feedback),
             in_eight=in_eight,
+            feedback=() if in_eight else feedback,
         )
         for part in evidence.parts
     ]
@@ -155,9 +163,14 @@ def _solve_part(
     take_apart: Callable[[list[Tensor], list[Tensor], Part], None] | None = None,
     *,
     in_eight: bool = False,
+    feedback: Sequence[RowFeedback] = (),
 ) -> SolvedPart:
     lacks = part.lacks()
-    targets = [_target(weight, part.fit, part.held, config, *lacks) for weight in weights_NK]
+    weighs: list[Weigh] = [one.weigh for one in feedback] or [_as_it_is] * len(weights_NK)
+    targets = [
+        _target(weight, part.fit, part.held, config, *lacks, weigh)
+        for weight, weigh in zip(weights_NK, weighs, strict=True)
+    ]
     if take_apart is not None:
         take_apart(weights_NK, [target.own_NK for target in targets], part)
     held, total = part.held, part.total()
@@ -166,7 +179,16 @@ def _solve_part(
     if in_eight:
         solved = Solved(*round_eight(stacked, group_size=config.group_size, scale_dtype=scale_dtype), error=None)
     else:
-        solved = solve(stacked, hessian, config, scale_dtype=scale_dtype, n_eff=total.n_eff, noise=noise, measure=False)
+        solved = solve(
+            stacked,
+            hessian,
+            config,
+            scale_dtype=scale_dtype,
+            n_eff=total.n_eff,
+            noise=noise,
+            feedback=feedback,
+            measure=False,
+        )
     judge = _Judge(total, held, config, scale_dtype)
     judged, row = [], 0
     for number, (weight, target) in enumerate(zip(weights_NK, targets, strict=True)):
@@ -176,7 +198,7 @@ def _solve_part(
         error = _effective(solved.codes[rows], grid, seen).sub_(weight)
         if target.shift_NK is not None:
             error -= target.shift_NK
-        judged.append(judge(weight, error, target.alpha, part.floor_of(number)))
+        judged.append(judge(weight, error, target.alpha, part.floor_of(number), weighs[number]))
     if offer is not None:
         restored = dequantize(solved.codes, solved.grid)
         facts = [Facts(size=j.size, wrong=j.wrong, held_size=j.held_size) for j in judged]
@@ -235,18 +257,24 @@ def _target(
     config: QuantConfig,
     fit_lack_NK: Tensor | None,
     held_lack_NK: Tensor | None,
+    weigh: Weigh,
 ) -> Target:
     """The damped target, its strength judged on held-out tokens; the weight itself where that cannot be judged.
 
-    The lacks are those of `Part.lacks`.
+    The lacks are those of `Part.lacks`; `weigh` makes of rows what their errors are counted in.
     """
     enough = fit.n_eff >= MIN_TOKENS_PER_CHANNEL * weight_NK.shape[1]
     if not config.alphas or not enough or fit.gap_KK is None or held.gap_KK is None or not held.tokens:
         return Target(weight_NK=weight_NK)
     direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta, fit_lack_NK)
-    alpha = choose_alpha(weight_NK, direction, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff, held_lack_NK)
+    counted = (weigh(weight_NK), weigh(direction))
+    alpha = choose_alpha(*counted, held.hessian_KK, held.gap_KK, config.alphas, fit.n_eff, held_lack_NK)
     shift = None if fit_lack_NK is None else ridge(fit_lack_NK, fit.hessian_KK, config.target_delta).mul_(alpha)
     return Target(weight_NK=direction.mul_(alpha).add_(weight_NK), alpha=alpha, shift_NK=shift)
+
+
+def _as_it_is(rows_NK: Tensor) -> Tensor:
+    return rows_NK
 
 
 class _Judge:
@@ -264,9 +292,10 @@ class _Judge:
         gap_KK = held.gap_KK if held.tokens else None
         self.gap_KK = None if gap_KK is None else gap_KK.to(held.product_dtype)
 
-    def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float) -> Judged:
+    def __call__(self, weight_NK: Tensor, error_NK: Tensor, alpha: float, floor: float, weigh: Weigh) -> Judged:
         """`floor`: what the streams' own distance adds to every held-out error, |W (x - x~)|^2."""
-        rounded_NK = self._rounded(weight_NK).sub_(weight_NK)
+        rounded_NK = weigh(self._rounded(weight_NK).sub_(weight_NK))
+        weight_NK, error_NK = weigh(weight_NK), weigh(error_NK)
         held_size, held_wrong, held_rtn = 0.0, floor, floor
         if self.held_KK is not None:
             held_size = _size(weight_NK, self.held_KK)

@@ -19,6 +19,8 @@ class QuantConfig:
     weighted_grid     grids minimise the error weighted by diag H; off: unweighted error
     error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
     damp              share of the typical diagonal of H (damping.py) added to its diagonal
+    row_feedback      what an attention makes queries, keys and values of: errors are also carried from row to row, by
+                      what they do to its output (rows.py)
     shrink            correlations in H times 1 - r, r = n / (n + c N_eff) or more where the tokens vary much
     shrink_trust      that c (see shrinkage.py)
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
@@ -44,6 +46,7 @@ class QuantConfig:
     symmetric: bool = False
     weighted_grid: bool = True
     error_feedback: bool = True
+    row_feedback: bool = True
     damp: float = 0.01
     shrink: bool = True
     shrink_trust: float = 1.0

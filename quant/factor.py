@@ -29,6 +29,18 @@ class Order:
     variance_EK: Tensor
 
 
+def usable_hessian(hessian_KK: Tensor) -> Tensor:
+    """H with negative diagonal noise removed; a matrix whose diagonal is all zero becomes the identity."""
+    diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
+    empty = (diagonal <= 0).all(-1)
+    if not bool(empty.any()) and bool((diagonal >= 0).all()):
+        return hessian_KK
+    eye = torch.eye(hessian_KK.shape[-1], device=hessian_KK.device)
+    fixed = torch.where(empty[..., None, None], eye, hessian_KK)
+    fixed.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
+    return fixed
+
+
 def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     """Sort by diag H (stable) and factor H + damp * typical_energy(H) I. Never fails: see `_stubborn_factor`."""
     diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)

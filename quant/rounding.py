@@ -10,6 +10,7 @@ GPTQ's Cholesky of the inverse, but one factorization of H and no inverse.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +20,10 @@ from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.damping import typical_energy
 from glm5_quant.quant.descent import polish
 from glm5_quant.quant.errors import quadratic_rows, relative_error
-from glm5_quant.quant.factor import Order, order_columns
+from glm5_quant.quant.factor import Order, order_columns, usable_hessian
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
 from glm5_quant.quant.lazy import BATCH_COLUMNS, SUB_COLUMNS, carry
+from glm5_quant.quant.rows import RowFeedback, round_in_turns
 from glm5_quant.quant.shrinkage import Noise, trusted
 from glm5_quant.quant.threads import one_thread
 
@@ -49,6 +51,7 @@ def solve(
     n_eff: float | Tensor | None = None,
     noise: Noise | None = None,
     grid: Grid | None = None,
+    feedback: Sequence[RowFeedback] = (),
     measure: bool = True,
 ) -> Solved:
     """Grid and codes of least error under H for one matrix or a stack of experts.
@@ -56,7 +59,9 @@ def solve(
     weight_NK: [..., N, K] target weights. hessian_KK: [..., K, K] second moments of the inputs (statistics.Moments).
     n_eff: effective tokens behind H, for shrinkage ([...] tensor for a stack); None = H is taken as it is.
     noise: what is known of H's uncertainty beside n_eff, for one matrix.
-    grid: start from this one instead of searching. measure: whether the error is wanted, which costs two matmuls.
+    grid: start from this one instead of searching.
+    feedback: that between rows, for each of the matrices stacked in `weight_NK`; () where all outputs count alike.
+    measure: whether the error is wanted, which costs two matmuls.
     Never fails on a singular H; an H of zeros counts as the identity.
     Raises ValueError for non-finite input or shapes that do not fit.
     """
@@ -70,36 +75,28 @@ def solve(
     trusted_KK = plain_KK
     if config.shrink and n_eff is not None:
         trusted_KK = trusted(plain_KK, n_eff, config.shrink_trust, noise)
-    if config.error_feedback:
-        order = order_columns(trusted_KK.reshape(-1, k, k), config.damp)
+    order = order_columns(trusted_KK.reshape(-1, k, k), config.damp) if config.error_feedback else None
+    if grid is None and order is not None:
         # Later columns make up for part of an early column's error; what they cannot is what the grid should minimise.
         importance = order.variance_EK.reshape(*weight.shape[:-2], k) if config.weighted_grid else None
-        grid = grid or _search(weight, importance, config, scale_dtype)
-        codes = error_feedback(weight, order, grid)
-    else:
-        grid = grid or choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
-        codes = quantize(weight, grid)
+        grid = _search(weight, importance, config, scale_dtype)
+    grid = grid or choose_grid(weight, trusted_KK, config, scale_dtype=scale_dtype)
     if config.descent_sweeps:
         # Damped as for error feedback: what H knows nothing of would otherwise be free to move, and does.
         trusted_KK = trusted_KK.clone() if trusted_KK is plain_KK else trusted_KK
         diagonal = trusted_KK.diagonal(dim1=-2, dim2=-1)
         diagonal += config.damp * typical_energy(trusted_KK)[..., None]
+
+    def rounded(aim_NK: Tensor, part: Grid) -> tuple[Tensor, Grid]:
+        codes = quantize(aim_NK, part) if order is None else error_feedback(aim_NK, order, part)
+        if not config.descent_sweeps:
+            return codes, part
         sweeps, refit = config.descent_sweeps, config.refit_scales
-        codes, grid = polish(weight, trusted_KK, codes, grid, sweeps=sweeps, refit=refit, scale_dtype=scale_dtype)
+        return polish(aim_NK, trusted_KK, codes, part, sweeps=sweeps, refit=refit, scale_dtype=scale_dtype)
+
+    codes, grid = round_in_turns(weight, grid, feedback, rounded) if feedback else rounded(weight, grid)
     error = relative_error(weight, dequantize(codes, grid), plain_KK) if measure else None
     return Solved(codes=codes, grid=grid, error=error)
-
-
-def usable_hessian(hessian_KK: Tensor) -> Tensor:
-    """H with negative diagonal noise removed; a matrix whose diagonal is all zero becomes the identity."""
-    diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
-    empty = (diagonal <= 0).all(-1)
-    if not bool(empty.any()) and bool((diagonal >= 0).all()):
-        return hessian_KK
-    eye = torch.eye(hessian_KK.shape[-1], device=hessian_KK.device)
-    fixed = torch.where(empty[..., None, None], eye, hessian_KK)
-    fixed.diagonal(dim1=-2, dim2=-1).clamp_(min=0)
-    return fixed
 
 
 def choose_grid(weight_NK: Tensor, hessian_KK: Tensor, config: QuantConfig, *, scale_dtype: torch.dtype) -> Grid:

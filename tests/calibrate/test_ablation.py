@@ -9,13 +9,14 @@ import torch
 from support_calibrate import small
 from support_models import tiny, tiny_glm
 
-from glm5_quant.calibrate.ablation import PARTS, PLAIN, ROWS, SHADOWS, Ablation, sampled_layers, worths
+from glm5_quant.calibrate.ablation import PARTS, PLAIN, ROWS, ROWS_TOO, SHADOWS, Ablation, sampled_layers, worths
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.model.families import Linear
 from glm5_quant.model.journal import open_journal
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rounding import solve
+from glm5_quant.quant.rows import OutputMoments, RowFeedback
 from glm5_quant.quant.target import target_direction
 
 # The ablation, the weight, what the corrected one aims at, the quantized and the source stream.
@@ -80,9 +81,34 @@ def test_the_steps_are_those_of_the_method_in_order_and_help(
 ) -> None:
     found = taken_apart[0].errors["m"]
     assert list(found) == [part for part in PARTS if part in found]
-    assert set(PARTS) - set(found) == {"rotation"}
+    assert set(PARTS) - set(found) == {"rotation", ROWS_TOO}
     assert found["error feedback"] < found["weighted grid"] < found[PLAIN]
     assert found[SHADOWS] < found["descent and refit"] < found["target correction"]
+
+
+def test_feedback_between_rows_is_judged_by_what_it_counts() -> None:
+    """Two heads of 40 outputs: one of them is sampled, and errors are tr(M E H E^T) against the source stream's."""
+    torch.manual_seed(5)
+    k, tokens, held_from = 64, 1500, 1200
+    stream = heavy(tokens, k)
+    weight, gradient = torch.randn(160, k), torch.randn(2000, 160) @ torch.block_diag(*torch.randn(2, 80, 80))
+    moments = OutputMoments.empty(2, 80)
+    moments.add(gradient)
+    feedback = RowFeedback.of(moments, 0.01, 1.0)
+    evidence = Evidence.empty(k, tokens=tokens, held_from=held_from, gap=True, device="cpu").of(
+        [feedback.weigh(weight)]
+    )
+    evidence.add(stream, stream, 0)
+    linear = Linear("m", 0, "q_proj", None, False, 160, k, "m.weight", (None, 0, 160), "m", "m")
+    ablation = Ablation(config=QuantConfig(numeric_weight=0.0), scale_dtype=torch.bfloat16)
+    ablation.add([linear], [weight], [weight], evidence.parts[0], [feedback])
+    found = ablation.errors["m"]
+    plain = minmax_grid(weight)
+    error = feedback.weigh(dequantize(quantize(weight, plain), plain) - weight)[:80] @ stream[held_from:].T
+    size = feedback.weigh(weight)[:80] @ stream[held_from:].T
+    assert found[PLAIN] == pytest.approx(float(error.square().sum() / size.square().sum()), rel=1e-3)
+    assert found[ROWS_TOO] < 0.8 * found["shrinkage"]
+    assert found["descent and refit"] <= 1.02 * found[ROWS_TOO]
 
 
 def test_the_table_is_the_mean_over_matrices_of_shares_of_round_to_nearest() -> None:
@@ -130,6 +156,7 @@ def test_a_preset_of_one_stream_has_a_table_too_and_is_solved_as_well_as_without
         "weighted grid",
         "error feedback",
         "shrinkage",
+        ROWS_TOO,
         "descent and refit",
     ]
     assert report.ablation[1].gain > 0
