@@ -47,10 +47,12 @@ class OutputMoments:
         return cls(torch.zeros(groups, rows, rows, device=device), nothing, nothing.clone())
 
     def add(self, gradient_TN: Tensor) -> None:
-        """Add T tokens. Those without any gradient change nothing."""
+        """Add T tokens. Those without any gradient, or with one that is not finite, change nothing."""
         groups, rows = self.sum_GRR.shape[:2]
         gradient_GTR = gradient_TN.float().view(-1, groups, rows).transpose(0, 1)
         size_GT = gradient_GTR.norm(dim=-1)
+        gradient_GTR = torch.where(torch.isfinite(size_GT)[..., None], gradient_GTR, 0.0)
+        size_GT = size_GT.nan_to_num(0.0, 0.0)
         scaled_GTR = gradient_GTR * torch.where(size_GT > 0, size_GT.rsqrt(), 0.0)[..., None]
         self.sum_GRR.baddbmm_(scaled_GTR.transpose(1, 2), scaled_GTR)
         self.energy_G += size_GT.sum(-1, dtype=torch.float64)

@@ -136,6 +136,10 @@ def test_tokens_weigh_by_the_size_of_their_gradient() -> None:
     assert torch.equal(found.sum_GRR[1], torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
     assert found.n_eff.tolist() == [2.0, 1.0]
     assert OutputMoments.empty(1, 4).n_eff.tolist() == [0.0]
+    before = found.sum_GRR.clone()
+    found.add(torch.tensor([[float("nan"), 1.0, float("inf"), 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    assert torch.equal(found.sum_GRR, before)
+    assert found.n_eff.tolist() == [2.0, 1.0]
 
 
 @pytest.mark.parametrize(("groups", "rows"), [(1, 12), (4, 9)])
