@@ -106,7 +106,7 @@ def test_a_calibrated_model_runs_on_four_bit_inputs_and_verifies(rotation: str, 
     report = verify(tmp_path / "out", source)
     assert report.ok
     assert "activations" in report.features
-    assert max(sample.error for sample in report.samples) < 0.5
+    assert max(sample.error for sample in report.samples) < 0.7  # channels left out would give 1 and more
     ids = torch.randint(0, 240, (2, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         ours, original = (load(x, dtype=torch.float32)(ids).logits for x in (tmp_path / "out", source))
