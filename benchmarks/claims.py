@@ -48,8 +48,8 @@ from glm5_quant.model.tiny.corpus import EVALUATION_SEED, calibration_dialogues,
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
 PLAIN = QuantConfig(
-    error_feedback=False, weighted_grid=False, shrink=False, alphas=(), shadow_budget=0.0, compensation=False,
-    numeric_weight=0.0,
+    error_feedback=False, row_feedback=False, weighted_grid=False, shrink=False, alphas=(), descent_sweeps=0,
+    shadow_budget=0.0, compensation=False, numeric_weight=0.0,
 )  # fmt: skip
 CALIBRATED = {
     "plain": PLAIN,
