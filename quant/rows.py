@@ -120,7 +120,10 @@ def round_in_turns(
     """Codes uint8 [N, K] and grid of stacked matrices, each with its feedback.
 
     `round_rows` is given what some rows aim at, and their grid, and returns their codes and grid.
+    Raises ValueError where the feedback is not that of all rows.
     """
+    if sum(one.rows for one in feedback) != len(weight_NK):
+        raise ValueError(f"feedback between {sum(one.rows for one in feedback)} rows of {len(weight_NK)}")
     codes_NK = torch.empty(weight_NK.shape, dtype=torch.uint8, device=weight_NK.device)
     scale_NB, error_NK = grid.scale.clone(), torch.zeros_like(weight_NK)
     # Blocks of zeros stay zeros, whatever other rows lack.

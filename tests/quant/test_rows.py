@@ -119,6 +119,11 @@ def test_stacked_matrices_are_solved_as_each_would_be_alone() -> None:
     assert torch.equal(together.grid.scale, torch.cat([one.grid.scale for one in alone]))
 
 
+def test_feedback_of_some_rows_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match="between 16 rows of 24"):
+        solve(gaussian(24, 70), torch.eye(70), QuantConfig(), feedback=[feedback_of(alike(2, 8), 2)])
+
+
 def test_blocks_of_zeros_stay_zeros_whatever_other_rows_lack() -> None:
     weight, hessian = gaussian(16, 192) * 5, moments_of(layer_inputs(600, 192))
     weight[3] = 0
