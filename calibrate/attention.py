@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class AttentionSolver:
         _set_handler(taps, recorder)
         return passed
 
+    @cached_property
+    def stream_T(self) -> Tensor | None:
+        """What a token's error in the stream weighs before the attention."""
+        return stream_weight(self.context, self.inputs["quantized"])
+
     def _record(self, recorder: Recorder, kept: list[Tensor], tokens: slice, attention: Any) -> None:
         """Move what the source stream's groups read, [T, K] each, to `kept`."""
         for group, x in enumerate(recorder.take(attention)):
@@ -103,8 +108,8 @@ class AttentionSolver:
         attention = self.module.get_submodule(context.runner.family.attention_path)
         name = "source" if "source" in self.inputs else "quantized"
         first = context.source_first if name == "source" else 0
-        weight_T, draws = stream_weight(context, self.inputs["quantized"]), torch.Generator().manual_seed(self.index)
-        weight_WT = None if weight_T is None else weight_T.view(context.ids_WT.shape)[first:]
+        weight_WT = None if self.stream_T is None else self.stream_T.view(context.ids_WT.shape)[first:]
+        draws = torch.Generator().manual_seed(self.index)
         for number, chunk in enumerate(context.chunks_of(name)):
             if self._tokens(chunk).start < PROBED_TOKENS:
                 weight = None if weight_WT is None else weight_WT[slice(*chunk)]
@@ -121,9 +126,8 @@ class AttentionSolver:
     ) -> Passed:
         context, groups = self.context, recorder.groups
         plain_T = writing_T = context.token_weight_T
-        stream_T = stream_weight(context, self.inputs["quantized"])
-        if stream_T is not None:
-            writing_T = stream_T if plain_T is None else stream_T * plain_T
+        if self.stream_T is not None:
+            writing_T = self.stream_T if plain_T is None else self.stream_T * plain_T
         solver = Solver(context.dtype)
         _set_handler(taps, solver)
         last_TK: Tensor | None = None
