@@ -109,38 +109,43 @@ class _Group:
     feedback: list[RowFeedback]
 
     @classmethod
-    def of(
-        cls, weights_NK: list[Tensor], targets_NK: list[Tensor], part: Part, feedback: Sequence[RowFeedback]
-    ) -> _Group:
-        some = [one.some(ROWS) for one in feedback]
+    def of(cls, weights_NK: list[Tensor], targets_NK: list[Tensor], part: Part, given: Sequence[RowFeedback]) -> _Group:
+        some = [one.some(ROWS) for one in given]
         rows = [index for _, index in some] or [_spread(len(weight)) for weight in weights_NK]
         picked = [weight[index] for weight, index in zip(weights_NK, rows, strict=True)]
         ends = torch.tensor([0, *map(len, rows)]).cumsum(0).tolist()
         held_KK = part.held.hessian_KK
-        counted = [one.weigh(weight) for (one, _), weight in zip(some, picked, strict=False)] or picked
+        slices, weight_RK = [slice(start, stop) for start, stop in pairwise(ends)], torch.cat(picked)
+        feedback = [one for one, _ in some]
+        rows_R = quadratic_rows(_counted(weight_RK, feedback, slices), held_KK)
         return cls(
-            weight_RK=torch.cat(picked),
+            weight_RK=weight_RK,
             target_RK=torch.cat([target[index] for target, index in zip(targets_NK, rows, strict=True)]),
-            slices=[slice(start, stop) for start, stop in pairwise(ends)],
+            slices=slices,
             floors=[part.floor_of(number, index) for number, index in enumerate(rows)],
-            sizes=[float(quadratic_rows(weight, held_KK).sum(dtype=torch.float64)) for weight in counted],
+            sizes=[float(rows_R[own].sum(dtype=torch.float64)) for own in slices],
             part=part,
-            feedback=[one for one, _ in some],
+            feedback=feedback,
         )
 
     def errors(self, restored_RK: Tensor) -> list[float]:
         """Relative error of each matrix on held-out tokens, against the source stream."""
         held = self.part.held
-        error_RK, weight_RK = self._counted(restored_RK - self.weight_RK), self._counted(self.weight_RK)
+        error_RK, weight_RK = (
+            _counted(one, self.feedback, self.slices) for one in (restored_RK - self.weight_RK, self.weight_RK)
+        )
         rows_R = quadratic_rows(error_RK, held.hessian_KK).double()
         if held.gap_KK is not None:
             rows_R -= 2.0 * (error_RK * (weight_RK @ held.gap_KK)).sum(-1).double()
         totals = [float(rows_R[one].sum()) + floor for one, floor in zip(self.slices, self.floors, strict=True)]
         return [max(total, 0.0) / size if size > 0 else 0.0 for total, size in zip(totals, self.sizes, strict=True)]
 
-    def _counted(self, rows_RK: Tensor) -> Tensor:
-        pairs = zip(self.feedback, self.slices, strict=False)
-        return torch.cat([one.weigh(rows_RK[own]) for one, own in pairs]) if self.feedback else rows_RK
+
+def _counted(rows_RK: Tensor, feedback: Sequence[RowFeedback], slices: list[slice]) -> Tensor:
+    """Rows as their errors are counted: by each matrix's feedback, or as they are where there is none."""
+    if not feedback:
+        return rows_RK
+    return torch.cat([one.weigh(rows_RK[own]) for one, own in zip(feedback, slices, strict=True)])
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,8 @@ class AttentionSolver:
         for group, names in enumerate(groups):
             weights = [taps[name].weight for name in names]
             feedback = [rows[name] for name in names if name in rows]
-            counted = [
-                rows[name].weigh(taps[name].weight.float()) if name in rows else taps[name].weight for name in names
-            ]
+            pairs = zip(names, weights, strict=True)
+            counted = [rows[name].weigh(weight.float()) if name in rows else weight for name, weight in pairs]
             found = self.evidence(weights[0].shape[1], context.ids_WT.numel(), self._writes(names)).of(counted)
             weight_T = writing_T if self._writes(names) else plain_T
             returned = group == len(groups) - 1 and names == [recorder.returned]

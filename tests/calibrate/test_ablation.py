@@ -87,7 +87,7 @@ def test_the_steps_are_those_of_the_method_in_order_and_help(
 
 
 def test_feedback_between_rows_is_judged_by_what_it_counts() -> None:
-    """Two heads of 40 outputs: one of them is sampled, and errors are tr(M E H E^T) against the source stream's."""
+    """Two heads of 80 outputs: one of them is sampled, and errors are tr(M E H E^T) against the source stream's."""
     torch.manual_seed(5)
     k, tokens, held_from = 64, 1500, 1200
     stream = heavy(tokens, k)
