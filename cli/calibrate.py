@@ -96,7 +96,6 @@ def calibrate(
 
     A stopped run goes on where it stopped when the same command is given again.
     """
-    model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
     from glm5_quant.calibrate.presets import make_settings
 
     settings = make_settings(
@@ -114,6 +113,8 @@ def calibrate(
         device=device,
         max_memory_bytes=opt.size(max_memory, "--max-memory"),
     )
+    # After the settings: a wrong one leaves nothing behind.
+    model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
     if dry_run:
         show_plan(model, settings, work_dir, json)
         return
