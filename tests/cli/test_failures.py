@@ -41,10 +41,17 @@ LAYERS = """
 
 
 def _signalled(folder: Path, body: str, *signals: int) -> subprocess.CompletedProcess[str]:
-    """Run a command, send it the signals, each after it has answered the one before; how it ended."""
+    """Run a command, send it the signals, each after it has answered the one before; how it ended.
+
+    Jobs that a shell puts in the background ignore SIGINT, and what they start inherits that: it is set back.
+    """
     code = COMMAND.format(body=body)
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not (folder / "ready").exists() and time.monotonic() < deadline:
