@@ -48,7 +48,7 @@ from glm5_quant.model.tiny.corpus import EVALUATION_SEED, calibration_dialogues,
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
 PLAIN = QuantConfig(
-    error_feedback=False, row_feedback=False, weighted_grid=False, shrink=False, alphas=(), descent_sweeps=0,
+    error_feedback=False, probed_tokens=0, weighted_grid=False, shrink=False, alphas=(), descent_sweeps=0,
     shadow_budget=0.0, compensation=False, numeric_weight=0.0,
 )  # fmt: skip
 CALIBRATED = {

@@ -167,7 +167,7 @@ class _Ladder:
             weighted_grid=False,
             error_feedback=False,
             shrink=False,
-            row_feedback=False,
+            probed_tokens=0,
             rotation="none",
             descent_sweeps=0,
         )
@@ -176,7 +176,7 @@ class _Ladder:
             "weighted grid": {"weighted_grid": config.weighted_grid},
             "error feedback": {"error_feedback": config.error_feedback},
             "shrinkage": {"shrink": config.shrink and config.error_feedback},
-            ROWS_TOO: {"row_feedback": bool(self.group.feedback)},
+            ROWS_TOO: {"probed_tokens": config.probed_tokens if self.group.feedback else 0},
             "target correction": {},
             "rotation": {"rotation": "full" if config.rotation == "full" else "none"},
             "descent and refit": {"descent_sweeps": config.descent_sweeps},
@@ -215,7 +215,7 @@ class _Ladder:
             scale_dtype=self.scale_dtype,
             n_eff=n_eff,
             noise=noise,
-            feedback=self.group.feedback if now.row_feedback else (),
+            feedback=self.group.feedback if now.probed_tokens else (),
             measure=False,
         )
         restored_RK = dequantize(solved.codes, solved.grid)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.evidence import Evidence
-from glm5_quant.calibrate.probe import PROBED_TOKENS, Probe, Prober, groups_of
+from glm5_quant.calibrate.probe import Probe, Prober, groups_of
 from glm5_quant.calibrate.stream import release_pages, windows
 from glm5_quant.calibrate.taps import (
     BlockReached,
@@ -76,7 +76,7 @@ class AttentionSolver:
             passed["source"] = self._pass("source", outputs["source"], seen=partial(self._record, recorder, kept))
         else:
             recorder.take(self._forward("quantized", 0, self.context.chunks[0])[0])
-        rows = self._probe(taps) if self.context.settings.quant.row_feedback else {}
+        rows = self._probe(taps) if self.context.settings.quant.probed_tokens else {}
         passed["quantized"] = self._solve(taps, recorder, kept, rows, outputs["quantized"])
         # Taps and their handler hold each other, and weights: all would stay until the next collection.
         _set_handler(taps, recorder)
@@ -111,7 +111,7 @@ class AttentionSolver:
         weight_WT = None if self.stream_T is None else self.stream_T.view(context.ids_WT.shape)[first:]
         draws = torch.Generator().manual_seed(self.index)
         for number, chunk in enumerate(context.chunks_of(name)):
-            if self._tokens(chunk).start < PROBED_TOKENS:
+            if self._tokens(chunk).start < quant.probed_tokens:
                 weight = None if weight_WT is None else weight_WT[slice(*chunk)]
                 self._forward(name, number, chunk, Probe(attention, weight, draws))
         return {name: RowFeedback.of(one, quant.damp, quant.shrink_trust) for name, one in moments.items()}

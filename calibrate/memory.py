@@ -78,7 +78,7 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
     # Inputs of the linears in one stream, outputs of all, and about as much again inside the attention.
     per_window = settings.seqlen * item * 3 * (sum(one.n for one in first) + hidden * 4)
     # What is probed (probe.py) is kept for the way back.
-    passing = per_window * (2 if settings.quant.row_feedback else 1) + _indexing(config, settings.seqlen)
+    passing = per_window * (2 if settings.quant.probed_tokens else 1) + _indexing(config, settings.seqlen)
     width = max((one.k for one in items if one.role == "down"), default=hidden)
     per_token = width * _F32 * 8
     room = max(cap - fixed, 0)

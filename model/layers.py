@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from glm5_quant.model import families
 from glm5_quant.model.build import build_empty, fill, fp32_patterns
+from glm5_quant.model.causal import ShortCausal
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Family, Linear
@@ -109,7 +110,8 @@ class LayerRunner:
     ) -> tuple[Tensor, Any]:
         """One layer forward -> (hidden [B, T, D], side value for the next layer; None where the family has none)."""
         extra = {} if self.family.side is None else {self.family.side: side}
-        out = layer(hidden_BTD, **kwargs, **extra)
+        with ShortCausal():
+            out = layer(hidden_BTD, **kwargs, **extra)
         if not isinstance(out, tuple):
             return out, None
         return out[0], out[1] if self.family.side is not None else None

@@ -19,8 +19,8 @@ class QuantConfig:
     weighted_grid     grids minimise the error weighted by diag H; off: unweighted error
     error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
     damp              share of the typical diagonal of H (damping.py) added to its diagonal
-    row_feedback      what an attention makes queries, keys and values of: errors are also carried from row to row, by
-                      what they do to its output (rows.py)
+    probed_tokens     what an attention makes queries, keys and values of: errors are also carried from row to row, by
+                      what they do to its output (rows.py), which so many tokens tell, whole chunks of them; 0 = off
     shrink            correlations in H times 1 - r, r = n / (n + c N_eff) or more where the tokens vary much
     shrink_trust      that c (see shrinkage.py)
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
@@ -46,7 +46,7 @@ class QuantConfig:
     symmetric: bool = False
     weighted_grid: bool = True
     error_feedback: bool = True
-    row_feedback: bool = True
+    probed_tokens: int = 8192
     damp: float = 0.01
     shrink: bool = True
     shrink_trust: float = 1.0
@@ -70,6 +70,7 @@ class QuantConfig:
     def __post_init__(self) -> None:
         _require(self.group_size >= 8 and self.group_size % 8 == 0, "group_size", self.group_size, "a multiple of 8")
         _require(_finite(self.damp, 0.0), "damp", self.damp, "a finite number of at least 0")
+        _require(self.probed_tokens >= 0, "probed_tokens", self.probed_tokens, "0 or more")
         _require(_finite(self.shrink_trust, 1e-6), "shrink_trust", self.shrink_trust, "a finite number above 0")
         _require(_finite(self.pool_kappa, 0.0), "pool_kappa", self.pool_kappa, "a finite number of at least 0")
         _require(all(_finite(a, 0.0, 1.0) for a in self.alphas), "alphas", self.alphas, "numbers from 0 to 1")
@@ -100,7 +101,7 @@ def _require(good: bool, field: str, value: object, expected: str) -> None:
 
 PRESETS: dict[str, QuantConfig] = {
     # One stream, and a forward pass takes two thirds of its time.
-    "fast": QuantConfig(alphas=(), channel_tokens=8, shadow_budget=0.0, compensation=False),
+    "fast": QuantConfig(alphas=(), channel_tokens=8, probed_tokens=2048, shadow_budget=0.0, compensation=False),
     "default": QuantConfig(),
     "high": QuantConfig(rotation="full"),
 }

@@ -108,7 +108,7 @@ def test_the_switch_changes_codes_before_the_output_and_keeps_those_of_eight_bit
     runs: dict[str, dict[str, Any]] = {
         "on": {},
         "again": {},
-        "off": {"quant": {"row_feedback": False}},
+        "off": {"quant": {"probed_tokens": 0}},
         "eight": {"int8": ("attention",)},
     }
     for name, options in runs.items():

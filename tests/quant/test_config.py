@@ -29,6 +29,7 @@ from glm5_quant.quant.config import PRESETS, QuantConfig
         ("routing_exponent", 3),
         ("descent_sweeps", -1),
         ("channel_tokens", 0),
+        ("probed_tokens", -1),
     ],
 )
 def test_a_bad_value_is_refused_by_the_name_of_its_field(field: str, value: Any) -> None:
