@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.probe import Probe, Prober, groups_of
-from glm5_quant.calibrate.stream import release_pages, windows
+from glm5_quant.calibrate.stream import relative_weights, release_pages, windows
 from glm5_quant.calibrate.taps import (
     BlockReached,
     Handler,
@@ -36,7 +36,6 @@ from glm5_quant.calibrate.taps import (
 from glm5_quant.model.families import Linear
 from glm5_quant.quant.rows import OutputMoments, RowFeedback
 
-Side = dict[int, Tensor]
 Chunk = tuple[int, int]
 
 
@@ -59,7 +58,7 @@ class AttentionSolver:
     module: nn.Module
     linears: dict[str, Linear]
     inputs: dict[str, Tensor]
-    side: dict[str, Side]
+    side: dict[str, Tensor | None]
     read: Callable[[Linear], Tensor]
     solve: Callable[..., list[Tensor]]
     evidence: Callable[..., Evidence]
@@ -75,7 +74,7 @@ class AttentionSolver:
         if "source" in self.inputs:
             passed["source"] = self._pass("source", outputs["source"], seen=partial(self._record, recorder, kept))
         else:
-            recorder.take(self._forward("quantized", 0, self.context.chunks[0])[0])
+            recorder.take(self._forward("quantized", self.context.chunks[0])[0])
         rows = self._probe(taps) if self.context.settings.quant.probed_tokens else {}
         passed["quantized"] = self._solve(taps, recorder, kept, rows, outputs["quantized"])
         # Taps and their handler hold each other, and weights: all would stay until the next collection.
@@ -109,12 +108,16 @@ class AttentionSolver:
         name = "source" if "source" in self.inputs else "quantized"
         first = context.source_first if name == "source" else 0
         weight_WT = None if self.stream_T is None else self.stream_T.view(context.ids_WT.shape)[first:]
-        draws = torch.Generator().manual_seed(self.index)
-        for number, chunk in enumerate(context.chunks_of(name)):
-            if self._tokens(chunk).start < quant.probed_tokens:
+        base = (context.settings.seed * 1_000_003 + self.index) * 1_000_003
+        last = -(-quant.probed_tokens // context.ids_WT.shape[1])
+        for start, stop in context.chunks_of(name):
+            chunk = (start, min(stop, last))
+            if start < last:
                 weight = None if weight_WT is None else weight_WT[slice(*chunk)]
-                self._forward(name, number, chunk, Probe(attention, weight, draws))
-        return {name: RowFeedback.of(one, quant.damp, quant.shrink_trust) for name, one in moments.items()}
+                seeds = [(base + window) % 2**63 for window in range(*chunk)]
+                self._forward(name, chunk, Probe(attention, weight, seeds))
+        trust = quant.shrink_trust if quant.shrink else None
+        return {name: RowFeedback.of(one, quant.damp, trust) for name, one in moments.items()}
 
     def _solve(
         self,
@@ -139,8 +142,8 @@ class AttentionSolver:
             found = self.evidence(weights[0].shape[1], context.ids_WT.numel(), self._writes(names)).of(counted)
             weight_T = writing_T if self._writes(names) else plain_T
             returned = group == len(groups) - 1 and names == [recorder.returned]
-            for number, chunk in enumerate(context.chunks):
-                x_TK, tokens = self._reached(number, chunk).flatten(0, -2), self._tokens(chunk)
+            for chunk in context.chunks:
+                x_TK, tokens = self._reached(chunk).flatten(0, -2), self._tokens(chunk)
                 source_TK = kept[group][self._tokens(context.followed(chunk))] if kept else None
                 lack_TD = self._lack_before(chunk) if found.wants_lack else None
                 found.add(x_TK, source_TK, tokens.start, None if weight_T is None else weight_T[tokens], lack_TD)
@@ -174,25 +177,25 @@ class AttentionSolver:
         passed = Passed(attention=attention, mlp_in=self.context.scratch(hidden.shape, hidden.dtype))
         for number, chunk in enumerate(self.context.chunks_of(name)):
             tokens, rows = self._tokens(chunk), slice(*chunk)
-            value, passed.mlp_in[rows] = self._forward(name, number, chunk, stand and stand(tokens))
+            value, passed.mlp_in[rows] = self._forward(name, chunk, stand and stand(tokens))
             first, *rest = value if isinstance(value, tuple) else (value,)
             attention[rows], passed.rest[number] = first, tuple(rest)
             seen(tokens, value)
         return passed
 
-    def _reached(self, number: int, chunk: Chunk) -> Tensor:
+    def _reached(self, chunk: Chunk) -> Tensor:
         """What the first linear that is not solved yet reads, in the quantized stream."""
         try:
-            self._forward("quantized", number, chunk)
+            self._forward("quantized", chunk)
         except StageReached as stage:
             return stage.x
         raise AssertionError("every linear of the attention is solved")
 
-    def _forward(self, name: str, number: int, chunk: Chunk, stand: nn.Module | None = None) -> tuple[Any, Tensor]:
+    def _forward(self, name: str, chunk: Chunk, stand: nn.Module | None = None) -> tuple[Any, Tensor]:
         """One chunk through the attention part: the attention's return value and the feed-forward block's input."""
         release_pages()
         path, hidden = self.context.runner.family.attention_path, self.inputs[name][slice(*chunk)]
-        keep, returned = Keep(stop=True), list[Any]()
+        keep, returned, side = Keep(stop=True), list[Any](), rows_of(self.side[name], chunk)
         changes: dict[str, nn.Module] = {self.context.runner.family.block: keep}
         if stand is not None:
             changes[path] = stand
@@ -201,7 +204,7 @@ class AttentionSolver:
             module = self.module.get_submodule(path)
             hook = module.register_forward_hook(lambda _module, _args, output: returned.append(output))
             try:
-                self.context.runner.run_layer(self.module, hidden, kwargs, self.side[name].get(number))
+                self.context.runner.run_layer(self.module, hidden, kwargs, side)
             finally:
                 hook.remove()
         return returned[0], keep.calls[0][0]
@@ -221,6 +224,11 @@ class AttentionSolver:
         return (source.float() - quantized.float()).flatten(0, 1)
 
 
+def rows_of(side: Tensor | None, chunk: Chunk) -> Tensor | None:
+    """Some windows of what the layer before handed over."""
+    return None if side is None else side[slice(*chunk)]
+
+
 def stream_weight(context: Context, hidden_WTD: Tensor, attention_WTD: Tensor | None = None) -> Tensor | None:
     """What a token's error in the residual stream weighs, 1 / |h|^2 with mean 1, float32 [T]; None for ones.
 
@@ -236,7 +244,7 @@ def stream_weight(context: Context, hidden_WTD: Tensor, attention_WTD: Tensor | 
         for part_TD in rest:
             now_TD = now_TD + part_TD.float()
         squares.append(now_TD.square().sum(-1))
-    weight_T = 1.0 / torch.cat(squares).clamp(min=torch.finfo(torch.float32).tiny)
+    weight_T = relative_weights(torch.cat(squares))
     return weight_T / weight_T.mean()
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glm5_quant.calibrate.stream import windows
+from glm5_quant.calibrate.stream import relative_weights, windows
 from glm5_quant.model.journal import CompensationRecord
 from glm5_quant.quant.compensation import GainFit
 
@@ -60,14 +60,14 @@ def fit_compensation(
     for source_TD, quantized_TD, source_in_TD, in_TD in windows(*fitted):
         after_TD, before_TD = source_TD.float() - quantized_TD.float(), source_in_TD.float() - in_TD.float()
         lost_TD = after_TD - before_TD
-        weight_T = _weight(source_TD.float())
+        weight_T = _weight(source_TD)
         total_D += weight_T @ lost_TD
         weights += float(weight_T.sum(dtype=torch.float64))
     vector_D = total_D / weights
     held = list(_halves(source[count:], quantized[count:]))
     fit = GainFit()
     for half, source_TD, quantized_TD in held:
-        root_T1 = _weight(source_TD.float()).sqrt()[:, None]
+        root_T1 = _weight(source_TD).sqrt()[:, None]
         fit.add((source_TD.float() - quantized_TD.float()) * root_T1, root_T1 * vector_D, half)
     gain = torch.tensor(fit.gain(), dtype=torch.float32)
     if gain <= 0:
@@ -86,7 +86,7 @@ def _error_left(pairs: list[list[Tensor]], step_D: Tensor) -> tuple[float, float
     before, after = [0.0, 0.0], [0.0, 0.0]
     for source_TD, quantized_TD in pairs:
         stepped_TD = (quantized_TD.float() + step_D).to(quantized_TD.dtype)
-        weight_T = _weight(source_TD.float()).double()
+        weight_T = _weight(source_TD).double()
         for sums, stream_TD in ((before, quantized_TD), (after, stepped_TD)):
             error_T = (stream_TD.float() - source_TD.float()).square().sum(-1, dtype=torch.float64)
             sums[0] += float(error_T @ weight_T)
@@ -97,7 +97,7 @@ def _error_left(pairs: list[list[Tensor]], step_D: Tensor) -> tuple[float, float
 
 def _weight(source_TD: Tensor) -> Tensor:
     """1 / |h_t|^2, float32 [T]."""
-    return 1.0 / source_TD.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return relative_weights(source_TD.float().square().sum(-1))
 
 
 def _halves(source_WTD: Tensor, quantized_WTD: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -17,6 +17,7 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.stream import scratch
 from glm5_quant.model.checkpoint import Checkpoint
+from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Linear
 from glm5_quant.model.layers import LayerRunner
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
@@ -92,7 +93,8 @@ class Context:
             held_from=self.held_from if gap or hold else self.ids_WT.numel(),
             gap=gap,
             device=self.settings.device,
-            product_dtype=self.dtype,
+            # Products of float16 would overflow at 65,504.
+            product_dtype=torch.float32 if self.dtype == torch.float16 else self.dtype,
             sampled=self.sampled,
             writes=writes if self.corrects_stream else 0,
             channel_tokens=self.settings.quant.channel_tokens,
@@ -118,3 +120,18 @@ class Context:
         if windows not in self.kwargs:
             self.kwargs[windows] = self.runner.kwargs_for(self.ids_WT[:windows])
         return self.kwargs[windows][layer]
+
+
+def activation(config: Any, file: Path | None = None) -> Callable[[Tensor], Tensor]:
+    """The function between gate and up, by the name the config gives it.
+
+    Raises:
+        UserError: it has another name than any that `transformers` knows.
+    """
+    from transformers.activations import ACT2FN
+
+    name = str(getattr(config, "hidden_act", "silu"))
+    if name not in ACT2FN:
+        raise UserError("unknown activation", file=file, item="hidden_act", found=name)
+    found: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return found

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from glm5_quant.calibrate.shadows import Facts, fp16_bytes, network_of
@@ -140,10 +140,14 @@ class _Market:
                     file=path,
                     hint="Start again with `--resume never`",
                 )
-            with safe_open(path, "pt") as file:
-                parts = _parts(file)
-                for item in items:
-                    found[item.name] = Matrix(linear=item, parts=parts.get(item.name, []))
+            try:
+                with safe_open(path, "pt") as file:
+                    parts = _parts(file)
+            except SafetensorError as error:
+                problem, hint = f"cannot be read: {error}", "Start again with `--resume never`"
+                raise UserError(problem, file=path, hint=hint) from None
+            for item in items:
+                found[item.name] = Matrix(linear=item, parts=parts.get(item.name, []))
         return found
 
     def _offers(self, matrix: Matrix) -> list[Offer]:
@@ -206,7 +210,9 @@ class _Market:
 
         def read(name: str) -> Tensor:
             module, _, kind = name.removeprefix(SIDECAR_PREFIX).rpartition(".")
-            return self._tensors(self.matrices[module], bought)[kind]
+            matrix = self.matrices[module]
+            # Indices are written before all residuals, so making these for them would be for nothing.
+            return self._index(matrix, bought) if kind == "shadow_index" else self._residuals(matrix, bought)[kind]
 
         return write_shard(self.journal.shadow_file, specs, read).sha256
 
@@ -223,27 +229,35 @@ class _Market:
         scale = [Spec(f"{base}_scale", "F16", (count,))] if self.int8 else []
         return [Spec(f"{base}_index", "I32", (count,)), weight, *scale]
 
-    def _tensors(self, matrix: Matrix, bought: Purchase) -> dict[str, Tensor]:
-        """One matrix's shadow as stored. Residuals are made here, since they depend on how many columns were bought."""
+    def _index(self, matrix: Matrix, bought: Purchase) -> Tensor:
+        """The input channels of a matrix's shadow columns, int32 [S]."""
         if network_of(matrix.linear.name) in bought.experts:
-            index_S, residual_NS = torch.arange(matrix.linear.k, dtype=torch.int32), self._whole_residual(matrix.linear)
+            return torch.arange(matrix.linear.k, dtype=torch.int32)
+        with safe_open(self.journal.candidates_file(matrix.linear.layer), "pt") as file:
+            return torch.cat(
+                [file.get_tensor(f"{p.name}.channels")[: bought.columns.get(p.name, 0)] for p in matrix.parts]
+            )
+
+    def _residuals(self, matrix: Matrix, bought: Purchase) -> dict[str, Tensor]:
+        """One matrix's residual columns as stored. They are made here, since they depend on how many were bought."""
+        if network_of(matrix.linear.name) in bought.experts:
+            residual_NS = self._whole_residual(matrix.linear)
         else:
-            pairs = [
-                self._residual(matrix.linear.layer, part, bought.columns.get(part.name, 0)) for part in matrix.parts
-            ]
-            index_S, residual_NS = torch.cat([i for i, _ in pairs]), torch.cat([r for _, r in pairs], dim=1)
+            residual_NS = self._column_residual(matrix, bought)
         if self.int8:
             steps_NS, scale_S = store_int8(residual_NS)
-            return {"shadow_index": index_S, "shadow_weight": steps_NS, "shadow_scale": scale_S}
+            return {"shadow_weight": steps_NS, "shadow_scale": scale_S}
         largest = torch.finfo(torch.float16).max
-        return {"shadow_index": index_S, "shadow_weight": residual_NS.clamp(-largest, largest).half()}
+        return {"shadow_weight": residual_NS.clamp(-largest, largest).half()}
 
-    def _residual(self, layer: int, part: Part, count: int) -> tuple[Tensor, Tensor]:
-        with safe_open(self.journal.candidates_file(layer), "pt") as file:
-            channels, reach, within = (file.get_tensor(f"{part.name}.{key}") for key in ("channels", "reach", "within"))
-        if not count:
-            return channels[:0], reach[:, :0]
-        return channels[:count], prefix_residual(reach, within, count)
+    def _column_residual(self, matrix: Matrix, bought: Purchase) -> Tensor:
+        with safe_open(self.journal.candidates_file(matrix.linear.layer), "pt") as file:
+            parts = []
+            for part in matrix.parts:
+                count = bought.columns.get(part.name, 0)
+                reach, within = (file.get_tensor(f"{part.name}.{key}") for key in ("reach", "within"))
+                parts.append(prefix_residual(reach, within, count) if count else reach[:, :0])
+            return torch.cat(parts, dim=1)
 
     def _whole_residual(self, linear: Linear) -> Tensor:
         """W - W^ in the inputs that codes see, float32 [N, K]."""

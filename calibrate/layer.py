@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from glm5_quant.calibrate.ablation import Ablation, sampled_layers
-from glm5_quant.calibrate.attention import AttentionSolver, Passed, Side, stream_weight
+from glm5_quant.calibrate.attention import AttentionSolver, Passed, rows_of, stream_weight
 from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.coverage import Routed, by_expert
@@ -45,7 +45,7 @@ class LayerOutcome:
     shadows: Spill
     compensation: CompensationRecord | None
     coverage: list[int] | None
-    side: dict[str, Side]
+    side: dict[str, Tensor | None]
     notes: list[str] = field(default_factory=list)
     ablation: dict[str, dict[str, float]] = field(default_factory=dict)
     router: RouterRecord | None = None
@@ -54,7 +54,7 @@ class LayerOutcome:
 class LayerSolver:
     """Solves layer `index` and advances `inputs` (by stream name, [W, T, D]) into `outputs`."""
 
-    def __init__(self, context: Context, index: int, inputs: dict[str, Tensor], side: dict[str, Side]) -> None:
+    def __init__(self, context: Context, index: int, inputs: dict[str, Tensor], side: dict[str, Tensor | None]) -> None:
         self.context, self.index, self.inputs, self.side = context, index, inputs, side
         self.family = context.runner.family
         self.linears = {item.name: item for item in context.linears.get(index, [])}
@@ -275,15 +275,16 @@ class LayerSolver:
 
     # -- to the next boundary ----------------------------------------------------------------------------------------
 
-    def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> Side:
+    def _advance(self, name: str, passed: Passed, outputs: dict[str, Tensor], hidden_out: Tensor) -> Tensor | None:
         """Run the layer once more with everything solved replayed: residuals, norms and scalings are its own code's."""
-        side: Side = {}
+        side: Tensor | None = None
         for number, chunk in enumerate(self.context.chunks_of(name)):
             release_pages()
-            rows, rest, first_side = slice(*chunk), passed.rest[number], self.side[name].get(number)
-            hidden_out[rows], value = self._replayed(name, rows, passed.attention, rest, outputs, first_side)
+            rows, rest, before = slice(*chunk), passed.rest[number], rows_of(self.side[name], chunk)
+            hidden_out[rows], value = self._replayed(name, rows, passed.attention, rest, outputs, before)
             if value is not None:
-                side[number] = value
+                side = self.context.scratch((len(hidden_out), *value.shape[1:]), value.dtype) if side is None else side
+                side[rows] = value
         return side
 
     def _replayed(

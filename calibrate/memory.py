@@ -15,6 +15,7 @@ import torch
 from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
 from glm5_quant.calibrate.seen import SAMPLE_TOKENS
 from glm5_quant.calibrate.settings import Settings
+from glm5_quant.model.causal import KEYS_AT_ONCE, QUERIES
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.rounding import SLICE_WEIGHTS
 from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
@@ -32,8 +33,10 @@ MOST_CHUNK_TOKENS = 4096
 # Matrices of K x K alive at the worst moment: sums, H, H shrunk, a factor that failed, H in float64. Where tokens are
 # held out, also their sums and H, and the gap of both.
 _SQUARES, _HELD_SQUARES = 7, 4
-# float32 copies of a group's weights: source, target, restored, error; and the solver's working set of a slice of rows.
-_COPIES, _SLICES = 4, 8
+# float32 copies of a group's weights: source, target, all targets, restored, error, rounded to nearest; where errors
+# are counted by what the attention makes of them, most of these another time as they count. And the solver's working
+# set of a slice of rows.
+_COPIES, _COUNTED_COPIES, _SLICES = 6, 5, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +75,22 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
     first = [one for one in inside if one.layer == items[0].layer]
     weights = 2 * item * sum(one.n * one.k for one in first)
     held_tokens = tokens if settings.quant.alphas else 0
-    fixed = INTERPRETER_BYTES + max(weights + _solving(inside, held_tokens), _solving(outside, held_tokens))
+    fixed = INTERPRETER_BYTES + max(
+        weights + _solving(inside, held_tokens, probed=settings.quant.probed_tokens > 0), _solving(outside, held_tokens)
+    )
     if settings.quant.activations == "int4-channel":  # the sample, and what is made of it while scales are searched
         fixed += 4 * _F32 * SAMPLE_TOKENS * max(one.k for one in items)
     # Inputs of the linears in one stream, outputs of all, and about as much again inside the attention.
     per_window = settings.seqlen * item * 3 * (sum(one.n for one in first) + hidden * 4)
-    # What is probed (probe.py) is kept for the way back.
-    passing = per_window * (2 if settings.quant.probed_tokens else 1) + _indexing(config, settings.seqlen)
+    scores = 0
+    if getattr(config, "qk_head_dim", None) != getattr(config, "v_head_dim", None):
+        # PyTorch fuses attention only where the two are as wide; elsewhere scores lie open, of all queries at a time or
+        # of a few (causal.py).
+        scores = int(config.num_attention_heads) * settings.seqlen * (item + _F32)
+        per_window += scores * (QUERIES if settings.seqlen <= KEYS_AT_ONCE else settings.seqlen)
+    passing = per_window + _indexing(config, settings.seqlen)
+    if settings.quant.probed_tokens:  # what is probed (probe.py) is kept for the way back
+        passing += per_window + scores * settings.seqlen
     width = max((one.k for one in items if one.role == "down"), default=hidden)
     per_token = width * _F32 * 8
     room = max(cap - fixed, 0)
@@ -117,10 +129,11 @@ def _indexing(config: Any, seqlen: int) -> int:
     return seqlen**2 * _F32 * (getattr(config, "index_head_dim", 0) + getattr(config, "index_n_heads", 0))
 
 
-def _solving(items: list[Linear], held_tokens: int) -> int:
+def _solving(items: list[Linear], held_tokens: int, *, probed: bool = False) -> int:
     """Memory of solving the largest group: K x K matrices, its weights (or one block of columns), a slice of rows.
 
-    `held_tokens`: tokens of which some are held out, in groups of few enough channels.
+    `held_tokens`: tokens of which some are held out, in groups of few enough channels. `probed`: errors go between
+    rows.
     """
     largest = 0
     groups: dict[str, list[Linear]] = {}
@@ -130,7 +143,10 @@ def _solving(items: list[Linear], held_tokens: int) -> int:
         k = members[0].k if members[0].k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         weights = sum(one.n for one in members) * k
         squares = _SQUARES + (_HELD_SQUARES if held_tokens >= MIN_TOKENS_PER_CHANNEL * members[0].k else 0)
-        working = _COPIES * weights + _SLICES * min(weights, SLICE_WEIGHTS) + squares * k * k
+        copies = _COPIES + (_COUNTED_COPIES if probed and members[0].role != "o_proj" else 0)
+        working = copies * weights + _SLICES * min(weights, SLICE_WEIGHTS) + squares * k * k
+        # The sums of all blocks are there from the beginning.
+        working += (members[0].k - k) * k * (4 if squares > _SQUARES else 1)
         largest = max(largest, working * _F32)
     return largest
 

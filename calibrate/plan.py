@@ -10,6 +10,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from glm5_quant.calibrate.context import activation
 from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
 from glm5_quant.calibrate.memory import cut, physical_memory, run_dtype
 from glm5_quant.calibrate.precision import part_of
@@ -46,6 +47,7 @@ class Plan:
     disk_free_bytes: int
     experts: int
     tokens: int
+    seqlen: int
     tokens_per_expert: float | None
     coverage_target: int
     chunk_windows: int
@@ -71,8 +73,8 @@ class Plan:
         """
         if self.experts:
             return windows
-        widest = max(item.k for items in self.by_layer.values() for item in items if item.k <= LARGEST_HESSIAN)
-        return min(windows, held_windows - (-SOURCE_TOKENS_PER_CHANNEL * widest * windows // self.tokens))
+        widest = max(min(item.k, LARGEST_HESSIAN) for items in self.by_layer.values() for item in items)
+        return min(windows, held_windows - (-SOURCE_TOKENS_PER_CHANNEL * widest // self.seqlen))
 
     def refuse_impossible(self) -> None:
         """Raise `UserError` for what cannot work: too little memory or disk."""
@@ -102,8 +104,10 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
             folder that cannot be written.
     """
     checkpoint = as_rotated(checkpoint, settings.quant.rotation)
+    _check_apart(work_dir, checkpoint.folder)
     family = family_of(checkpoint.config, file=checkpoint.config_file)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
+    activation(config, checkpoint.config_file)
     items = [item for item in linears(checkpoint, family) if part_of(item, family) not in settings.keep]
     eight = {item.name for item in items if part_of(item, family) in settings.int8}
     if len(eight) == len(items):
@@ -143,13 +147,14 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         disk_free_bytes=_free_disk(Path(work_dir)),
         experts=experts,
         tokens=tokens,
+        seqlen=settings.seqlen,
         tokens_per_expert=each,
         coverage_target=settings.coverage_target,
         chunk_windows=pieces.chunk_windows,
         chunk_tokens=pieces.chunk_tokens,
         memory_short=pieces.short,
         work_dir=Path(work_dir),
-        warnings=_warnings(items, settings, each),
+        warnings=_warnings(items, settings, each, int(getattr(config, "max_position_embeddings", 0) or 0)),
     )
 
 
@@ -159,7 +164,7 @@ def _source_bytes(checkpoint: Checkpoint, items: list[Linear]) -> int:
 
 def _free_disk(folder: Path) -> int:
     """Free bytes where the work folder is or will be; an unwritable place is an error now, not after hours."""
-    place = folder.absolute()
+    place = folder.expanduser().absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
@@ -167,8 +172,23 @@ def _free_disk(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float | None) -> list[str]:
+def _check_apart(work_dir: Path | str, model: Path) -> None:
+    """Raise UserError where the work folder is the model's, or inside it: the source is never written to."""
+    work, source = Path(work_dir).expanduser().resolve(), model.resolve()
+    if work == source or source in work.parents:
+        problem = "the work folder must lie outside the model's"
+        raise UserError(problem, file=work, expected=f"a folder outside {source}", hint="Use another --work-dir")
+
+
+def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float | None, positions: int) -> list[str]:
     found = []
+    if 0 < positions < settings.seqlen:
+        found.append(f"windows of {settings.seqlen} tokens, where the model's config has {positions} positions at most")
+    if settings.quant.group_size != 64:
+        found.append(
+            f"blocks of {settings.quant.group_size}: `verify` reads them, but `eval` and this package's runtime "
+            "compute blocks of 64 only"
+        )
     if tokens_per_expert is not None and tokens_per_expert < settings.coverage_target:
         found.append(
             f"about {tokens_per_expert:.0f} tokens an expert if they were shared evenly, below the coverage target of "
@@ -178,7 +198,7 @@ def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float 
         found.append(
             "inputs of 4 bits without --rotation full: each block's extreme channel takes the steps from the other 63"
         )
-    ragged = [item for item in items if item.k % settings.quant.group_size]
+    ragged = [item for item in items if settings.quant.group_size == 64 and item.k % 64]
     if ragged:
         found.append(
             f"{len(ragged)} linears have inputs that are no multiple of {settings.quant.group_size} (first "

@@ -72,7 +72,7 @@ def read_preset(preset: str) -> Preset:
 
 def _of_values(values: dict[str, Any], file: Path) -> Preset:
     base = values.pop("base", "default")
-    if base not in PRESETS:
+    if not isinstance(base, str) or base not in PRESETS:
         raise UserError("unknown preset", file=file, item="base", found=repr(base), expected=", ".join(PRESETS))
     of_quant, of_settings = get_type_hints(QuantConfig), get_type_hints(Settings)
     known = {name: of_quant[name] for name in of_quant} | {name: of_settings[name] for name in SETTINGS_FIELDS}

@@ -8,7 +8,7 @@ whole model is needed, and none of its layers but the one at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,18 +26,20 @@ MOST_ROWS = 1024
 class Probe(nn.Module):
     """Stands in for an attention: runs it on some windows, and sends random gradients back from its output.
 
-    `weight_WT`: what the squared error of each token's output weighs; None for ones.
+    `weight_WT`: what the squared error of each token's output weighs; None for ones. Each window has a seed of its own,
+    so that how many go through together changes nothing.
     """
 
-    def __init__(self, attention: nn.Module, weight_WT: Tensor | None, draws: torch.Generator) -> None:
+    def __init__(self, attention: nn.Module, weight_WT: Tensor | None, seeds: Sequence[int]) -> None:
         super().__init__()
-        self.attention, self.weight_WT, self.draws = attention, weight_WT, draws
+        self.attention, self.weight_WT, self.seeds = attention, weight_WT, seeds
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.enable_grad():
             returned = self.attention(*args, **kwargs)
         first, *rest = returned if isinstance(returned, tuple) else (returned,)
-        gradient = torch.randn(first.shape, generator=self.draws).to(first.device)
+        draws = [torch.Generator().manual_seed(seed) for seed in self.seeds]
+        gradient = torch.stack([torch.randn(first.shape[1:], generator=one) for one in draws]).to(first.device)
         if self.weight_WT is not None:
             gradient *= self.weight_WT.sqrt()[..., None]
         torch.autograd.backward(first, gradient.to(first.dtype))
@@ -54,10 +56,12 @@ class Prober:
     def __call__(self, tap: Tap, x: Tensor) -> Tensor:
         out = tap.apply_weight(x, self.dtype)
         moments = self.moments.get(tap.name)
-        if moments is not None:
-            out = out if out.requires_grad else out.requires_grad_()
-            out.register_hook(partial(_add, moments))  # type: ignore[no-untyped-call]
-        return out
+        if moments is None:
+            return out
+        first = not out.requires_grad
+        out.requires_grad_().register_hook(partial(_add, moments))  # type: ignore[no-untyped-call]
+        # Some attentions clip in place, which autograd forbids where a gradient ends.
+        return out.clone() if first else out
 
 
 def _add(moments: OutputMoments, gradient: Tensor) -> None:

@@ -7,6 +7,7 @@ The record is the commit; a kill at any moment loses at most the layer at hand.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import time
@@ -14,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from glm5_quant import __version__
 from glm5_quant.calibrate.choose import chosen_windows
-from glm5_quant.calibrate.context import Context
+from glm5_quant.calibrate.context import Context, activation
 from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import LayerOutcome, LayerSolver
+from glm5_quant.calibrate.lock import only_run
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.memory import bound_kernel_caches, give_freed_memory_back, run_dtype, trim_freed_memory
 from glm5_quant.calibrate.plan import Plan, make_plan
@@ -58,6 +59,12 @@ from glm5_quant.quant.numeric import numeric_positions, numeric_token_ids
 
 class StoppedSafely(Exception):
     """Asked to stop between layers; all finished layers are in the journal."""
+
+
+# What a journal consists of, in the order it is removed.
+_CONTENT = (
+    "manifest.json", "finish.json", "shadows.safetensors", "log.jsonl", "report.md", "samples.json", "layers", "stream",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +104,15 @@ def calibrate(
         should_stop: asked between layers; True raises `StoppedSafely`.
 
     Raises:
-        UserError: anything wrong with the inputs, found before any layer is run where headers can tell.
+        UserError: anything wrong with the inputs, found before any layer is run where headers can tell; or another run
+            works in the same folder.
         StoppedSafely: `should_stop` said so.
     """
     started = time.monotonic()
     bound_kernel_caches()
     settings = settings or Settings()
+    if resume == "required" and overwrite:
+        raise UserError("`--resume required` goes on with a journal, and `--overwrite` throws it away", item="--resume")
     source = open_checkpoint(model)
     checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)
@@ -111,19 +121,21 @@ def calibrate(
         give_freed_memory_back()
     packed = _read_data(checkpoint, dataset, settings)
     manifest = _manifest(source, dataset, packed, settings, plan)
-    journal = _open_or_start(work_folder(work_dir), manifest, resume, overwrite)
-    reused = len(journal.finished())
-    if not journal.complete:
-        _Run(checkpoint, journal, settings, plan, packed.ids, progress, should_stop).run(reused)
-    report = build_report(
-        journal,
-        reused=reused,
-        target=settings.coverage_target,
-        seconds=time.monotonic() - started,
-        peak_memory_bytes=peak_memory_bytes(),
-        warnings=[*plan.warnings, *packed.warnings],
-    )
-    atomic.write_bytes(journal.folder / "report.md", render(report).encode())
+    folder = work_folder(work_dir)
+    with only_run(folder.parent):
+        journal = _open_or_start(folder, manifest, resume, overwrite)
+        reused = len(journal.finished())
+        if not journal.complete:
+            _Run(checkpoint, journal, settings, plan, packed.ids, progress, should_stop).run(reused)
+        report = build_report(
+            journal,
+            reused=reused,
+            target=settings.coverage_target,
+            seconds=time.monotonic() - started,
+            peak_memory_bytes=peak_memory_bytes(),
+            warnings=[*plan.warnings, *packed.warnings],
+        )
+        atomic.write_bytes(journal.folder / "report.md", render(report).encode())
     return report
 
 
@@ -200,7 +212,7 @@ class _Run:
                     tensor[max(first - offset, 0) : last - offset] = embedded[max(offset - first, 0) :]
         self.context.runner.release_embedding()
         for stream in self.streams.values():
-            stream.commit(0, {})
+            stream.commit(0, None)
         return hidden
 
     def _layer(self, layer: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,7 +232,7 @@ class _Run:
 
     def _commit(self, layer: int, outcome: LayerOutcome, stream_error: float | None, seconds: float) -> LayerRecord:
         path = self.journal.layer_file(layer)
-        if outcome.shadows.tensors:
+        if self.context.shadowed:
             save_layer(self.journal.candidates_file(layer), outcome.shadows.tensors, outcome.shadows.parts)
         digest = save_layer(path, outcome.result.tensors, outcome.result.parts)
         record = LayerRecord(
@@ -269,14 +281,6 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def activation(config: Any) -> Callable[[Tensor], Tensor]:
-    """The function between gate and up, by the name the config gives it."""
-    from transformers.activations import ACT2FN
-
-    found: Callable[[Tensor], Tensor] = ACT2FN[str(getattr(config, "hidden_act", "silu"))]
-    return found
-
-
 def token_weight(checkpoint: Checkpoint, ids_WT: Tensor, numeric_weight: float) -> Tensor | None:
     """float32 [T]: 1 + numeric_weight for tokens that are numeric or come before one, else 1; None where that is 0."""
     if not numeric_weight:
@@ -298,14 +302,14 @@ def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, setti
     return Manifest(
         tool_version=__version__,
         source=SourceRecord(
-            folder=str(checkpoint.folder),
+            folder=_printable(checkpoint.folder),
             model_type=plan.family.model_type,
             dtype=str(checkpoint.dtype).removeprefix("torch."),
             config_sha256=config_digest(checkpoint.config),
             shards={file.name: shard_digest(file) for file in checkpoint.shards},
         ),
         data=DataRecord(
-            name=str(dataset),
+            name=_printable(dataset),
             sha256=packed.sha256,
             windows=windows,
             seqlen=packed.ids.shape[1],
@@ -316,41 +320,48 @@ def _manifest(checkpoint: Checkpoint, dataset: str | Path, packed: Packed, setti
     )
 
 
+def _printable(path: str | Path) -> str:
+    """Names that are no UTF-8 as JSON can hold them."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def _open_or_start(folder: Path, manifest: Manifest, resume: Resume, overwrite: bool) -> Journal:
     """The journal to go on with, or a new one. A journal of other inputs is refused by name unless `overwrite`."""
     exists = (folder / "manifest.json").exists()
     if resume == "required" and not exists:
         raise UserError("nothing to resume", file=folder, hint="Run without `--resume required`")
-    if exists and resume != "never":
+    if exists and not (resume == "never" and overwrite):
         journal = open_journal(folder)
         differences = manifest.differences(journal.manifest)
-        if not differences:
+        if not differences and resume != "never":
             return journal
-        if not overwrite:
+        if differences and not overwrite:
             raise UserError(
                 "this journal belongs to other inputs: " + "; ".join(differences[:4]),
                 file=folder,
                 hint="Use another --work-dir, or --overwrite to start again",
             )
-    elif folder.exists() and any(folder.iterdir()) and not exists:
-        raise UserError("folder is not empty and is no journal", file=folder, hint="Use another --work-dir")
+    foreign = [path.name for path in folder.iterdir() if path.name not in _CONTENT] if folder.is_dir() else []
+    if not exists and foreign:
+        problem = "folder is not empty and is no journal"
+        raise UserError(problem, file=folder, found=min(foreign), hint="Use another --work-dir")
     _remove_journal(folder)
     try:
         (folder / "layers").mkdir(parents=True)
+        write_record(folder / "manifest.json", manifest)
     except OSError as error:
+        _remove_journal(folder)
         raise UserError(f"cannot be written ({error.strerror})", file=folder, hint="Use another --work-dir") from None
-    write_record(folder / "manifest.json", manifest)
     return Journal(folder=folder, manifest=manifest)
 
 
 def _remove_journal(folder: Path) -> None:
     """Remove what a journal consists of, the manifest first, and nothing else."""
-    (folder / "manifest.json").unlink(missing_ok=True)
-    for name in ("finish.json", "shadows.safetensors", "log.jsonl", "report.md", "samples.json"):
-        (folder / name).unlink(missing_ok=True)
-    for name in ("layers", "stream"):
+    for name in _CONTENT:
         if (folder / name).is_dir() and not (folder / name).is_symlink():
             shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
 
 
 def _stream_error(outputs: dict[str, Tensor]) -> float | None:

@@ -45,6 +45,8 @@ class Settings:
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
+        if self.device != "cpu":
+            raise UserError("calibration runs on the CPU only", item="device", found=self.device, expected="cpu")
         for name, known in (("keep", PARTS), ("int8", (*PARTS, "lm_head", "embed_tokens"))):
             unknown = [part for part in getattr(self, name) if part not in known]
             if unknown:
@@ -99,4 +101,4 @@ def parse_bytes(text: str | int | None, item: str = "--max-memory") -> int | Non
 
 
 def work_folder(work_dir: Path | str) -> Path:
-    return Path(work_dir) / "calibration"
+    return Path(work_dir).expanduser() / "calibration"

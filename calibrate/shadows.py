@@ -28,7 +28,7 @@ from torch import Tensor
 
 from glm5_quant.calibrate.seen import Seen
 from glm5_quant.calibrate.spill import Spill
-from glm5_quant.calibrate.stream import windows
+from glm5_quant.calibrate.stream import relative_weights, windows
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.shadow import Candidates, find_columns, unseen_changes
@@ -173,10 +173,7 @@ class ShadowFinder:
 
     def finish(self, hidden_WTD: Tensor) -> Spill:
         """What goes to the journal, given the layer's output."""
-        tiny = torch.finfo(torch.float32).tiny
-        weight_T = torch.cat(
-            [1.0 / window.float().square().sum(-1).clamp(min=tiny) for (window,) in windows(hidden_WTD)]
-        )
+        weight_T = relative_weights(torch.cat([window.float().square().sum(-1) for (window,) in windows(hidden_WTD)]))
         shares = {network: _share(parts, weight_T) for network, parts in self.energy.items()}
         for name, facts in self.facts.items():
             network = network_of(name)

@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,8 @@ from glm5_quant.model.errors import UserError
 
 NAMES = ("source", "quantized")
 FEW_WINDOWS = 8
+# A token whose |h|^2 is below this share of the median counts as if it had that: zeros would outweigh all others.
+LEAST_ENERGY = 1e-4
 _ZEROS = bytes(2**17)
 # Linux's MADV_POPULATE_WRITE (5.14 on), which the module does not name.
 _POPULATE_WRITE = 23
@@ -36,15 +38,15 @@ _mappings: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()
 class Stream:
     """One stream. `shape` is [windows, positions, hidden]; `dtype` is the one layers run in.
 
-    `side` holds what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2), by number of
-    the window chunk; empty where a family has none.
+    `side` is what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2), [windows, ...]; None
+    where a family has nothing such, and before its first layer.
     """
 
     folder: Path
     name: str
     shape: tuple[int, int, int]
     dtype: torch.dtype = torch.float32
-    side: dict[int, Tensor] = field(default_factory=dict)
+    side: Tensor | None = None
 
     def path(self, boundary: int) -> Path:
         return self.folder / f"{self.name}.{boundary:05d}.bin"
@@ -72,8 +74,7 @@ class Stream:
                 expected=f"{self.nbytes} bytes",
                 hint="Start again with `--resume never`",
             )
-        side = load_file(self.side_path(boundary)) if self.side_path(boundary).exists() else {}
-        self.side = {int(chunk): value for chunk, value in side.items()}
+        self.side = load_file(self.side_path(boundary))["side"] if self.side_path(boundary).exists() else None
         return _mapped(path, self.shape, self.dtype)
 
     def create(self, boundary: int) -> Tensor:
@@ -84,11 +85,11 @@ class Stream:
             _reserve(file.fileno(), self.nbytes, path)
         return _mapped(path, self.shape, self.dtype)
 
-    def commit(self, boundary: int, side: dict[int, Tensor]) -> None:
+    def commit(self, boundary: int, side: Tensor | None) -> None:
         """Give the file of `boundary` its final name."""
-        if side:
+        if side is not None:
             temporary = self.side_path(boundary).with_suffix(".part")
-            save_file({str(chunk): value.contiguous() for chunk, value in side.items()}, temporary)
+            save_file({"side": side}, temporary)
             temporary.replace(self.side_path(boundary))
         self.path(boundary).with_suffix(".part").replace(self.path(boundary))
         self.side = side
@@ -116,6 +117,13 @@ def windows(*streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
         if number % FEW_WINDOWS == 0:
             release_pages()
         yield side_by_side
+
+
+def relative_weights(energy_T: Tensor) -> Tensor:
+    """1 / |h|^2 of tokens with these |h|^2, float32 [T]: what errors in the residual stream weigh to the next norm."""
+    seen = energy_T[energy_T > 0]
+    least = float(seen.median()) * LEAST_ENERGY if len(seen) else 1.0
+    return 1.0 / energy_T.clamp(min=max(least, torch.finfo(torch.float32).tiny))
 
 
 def token_parts(count: int, size: int) -> Iterator[slice]:

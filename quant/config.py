@@ -20,7 +20,7 @@ class QuantConfig:
     error_feedback    rounding with error feedback (GPTQ, arXiv 2210.17323); off: round to nearest
     damp              share of the typical diagonal of H (damping.py) added to its diagonal
     probed_tokens     what an attention makes queries, keys and values of: errors are also carried from row to row, by
-                      what they do to its output (rows.py), which so many tokens tell, whole chunks of them; 0 = off
+                      what they do to its output (rows.py), which so many tokens tell; 0 = off
     shrink            correlations in H times 1 - r, r = n / (n + c N_eff) or more where the tokens vary much
     shrink_trust      that c (see shrinkage.py)
     pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
@@ -85,7 +85,9 @@ class QuantConfig:
         _require(_finite(self.shadow_budget, 0.0, 1.0), "shadow_budget", self.shadow_budget, "a share from 0 to 1")
         _require(self.shadow_dtype in ("float16", "int8"), "shadow_dtype", self.shadow_dtype, "float16 or int8")
         _require(self.channel_tokens >= 1, "channel_tokens", self.channel_tokens, "1 or more")
-        _require(_finite(self.numeric_weight, 0.0), "numeric_weight", self.numeric_weight, "a finite number, 0 or more")
+        _require(
+            _finite(self.numeric_weight, 0.0, 1e4), "numeric_weight", self.numeric_weight, "a number from 0 to 10,000"
+        )
         _require(self.routing_exponent in (0, 1, 2), "routing_exponent", self.routing_exponent, "0, 1 or 2")
         _require(0 <= self.descent_sweeps <= 16, "descent_sweeps", self.descent_sweeps, "0 to 16")
 
@@ -101,7 +103,7 @@ def _require(good: bool, field: str, value: object, expected: str) -> None:
 
 PRESETS: dict[str, QuantConfig] = {
     # One stream, and a forward pass takes two thirds of its time.
-    "fast": QuantConfig(alphas=(), channel_tokens=8, probed_tokens=2048, shadow_budget=0.0, compensation=False),
+    "fast": QuantConfig(alphas=(), channel_tokens=8, probed_tokens=4096, shadow_budget=0.0, compensation=False),
     "default": QuantConfig(),
-    "high": QuantConfig(rotation="full"),
+    "high": QuantConfig(rotation="full", descent_sweeps=8),
 }

@@ -29,6 +29,12 @@ class Order:
     variance_EK: Tensor
 
 
+def require_finite(hessian_KK: Tensor) -> None:
+    """Raise ValueError where H holds NaN or infinite values."""
+    if not bool(torch.isfinite(hessian_KK).all()):
+        raise ValueError("H holds NaN or infinite values")
+
+
 def usable_hessian(hessian_KK: Tensor) -> Tensor:
     """H with negative diagonal noise removed; a matrix whose diagonal is all zero becomes the identity."""
     diagonal = hessian_KK.diagonal(dim1=-2, dim2=-1)
@@ -42,7 +48,9 @@ def usable_hessian(hessian_KK: Tensor) -> Tensor:
 
 
 def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
-    """Sort by diag H (stable) and factor H + damp * typical_energy(H) I. Never fails: see `_stubborn_factor`."""
+    """Sort by diag H (stable) and factor H + damp * typical_energy(H) I. Never fails on a finite H: see
+    `_stubborn_factor`. Raises ValueError for another."""
+    require_finite(hessian_EKK)
     diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)
     order_EK = torch.sort(diagonal_EK, dim=-1, descending=True, stable=True).indices
     # Reversed, a lower Cholesky factor becomes the upper one that M D M^T asks for.

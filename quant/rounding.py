@@ -20,7 +20,7 @@ from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.damping import typical_energy
 from glm5_quant.quant.descent import polish
 from glm5_quant.quant.errors import quadratic_rows, relative_error
-from glm5_quant.quant.factor import Order, order_columns, usable_hessian
+from glm5_quant.quant.factor import Order, order_columns, require_finite, usable_hessian
 from glm5_quant.quant.grid import MAX_CODE, Grid, dequantize, expand, quantize, search_grid, to_blocks
 from glm5_quant.quant.lazy import BATCH_COLUMNS, SUB_COLUMNS, carry
 from glm5_quant.quant.rows import RowFeedback, round_in_turns
@@ -69,8 +69,7 @@ def solve(
     k = weight.shape[-1]
     if hessian_KK.shape != (*weight.shape[:-2], k, k):
         raise ValueError(f"H of shape {tuple(hessian_KK.shape)} does not fit a weight of {tuple(weight.shape)}")
-    if not bool(torch.isfinite(hessian_KK).all()):
-        raise ValueError("H holds NaN or infinite values")
+    require_finite(hessian_KK)
     plain_KK = usable_hessian(hessian_KK.float())
     trusted_KK = plain_KK
     if config.shrink and n_eff is not None:

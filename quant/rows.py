@@ -78,10 +78,12 @@ class RowFeedback:
     root_GRR: Tensor
 
     @classmethod
-    def of(cls, moments: OutputMoments, damp: float, trust: float) -> RowFeedback:
+    def of(cls, moments: OutputMoments, damp: float, trust: float | None) -> RowFeedback:
         """Moments shrunk by the number of tokens behind them and damped as those of inputs are (shrinkage.py,
-        damping.py). A group without any gradient has no feedback."""
-        mean_GRR = trusted(usable_hessian(moments.sum_GRR), moments.n_eff, trust)
+        damping.py); not shrunk where `trust` is None. A group without any gradient has no feedback."""
+        mean_GRR = usable_hessian(moments.sum_GRR)
+        if trust is not None:
+            mean_GRR = trusted(mean_GRR, moments.n_eff, trust)
         order = order_columns(mean_GRR, damp)
         reach_GRR = order.unit_EKK.clone()
         for start, stop in _turns(reach_GRR.shape[-1]):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from glm5_quant.quant.cholesky import cholesky
 from glm5_quant.quant.damping import typical_energy
+from glm5_quant.quant.factor import require_finite
 
 MIN_TOKENS_PER_CHANNEL = 4
 
@@ -51,7 +52,11 @@ def ridge(moved_NK: Tensor, hessian_KK: Tensor, delta: float) -> Tensor:
 
 
 def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
-    """Lower Cholesky factor of H + delta t I; more is added until every matrix of a stack factors."""
+    """Lower Cholesky factor of H + delta t I; more is added until every matrix of a stack factors.
+
+    Raises ValueError where H is not finite: no amount would do.
+    """
+    require_finite(hessian_KK)
     typical = typical_energy(hessian_KK)
     while True:
         ridge_KK = hessian_KK.clone()

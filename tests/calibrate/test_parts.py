@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from glm5_quant.calibrate.coverage import by_expert, summarize
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.settings import Settings, parse_bytes, quant_config
-from glm5_quant.calibrate.stream import Stream, scratch
+from glm5_quant.calibrate.stream import Stream, relative_weights, scratch
 from glm5_quant.calibrate.taps import Keep, Recorder, Replay, Solver, StageReached, install, slice_norms, swapped
 from glm5_quant.model.errors import UserError
 
@@ -184,10 +184,11 @@ def test_a_stream_appears_whole_and_opens_with_the_same_values(tmp_path: Path) -
     values = torch.randn(2, 3, 4)
     stream.create(1).copy_(values)
     assert not stream.path(1).exists()
-    stream.commit(1, {0: torch.tensor([[1, 2]])})
+    stream.commit(1, torch.tensor([[1, 2], [3, 4]]))
     again = Stream(folder=tmp_path / "s", name="quantized", shape=(2, 3, 4))
     assert torch.equal(again.open(1), values)
-    assert again.side[0].tolist() == [[1, 2]]
+    assert again.side is not None
+    assert again.side.tolist() == [[1, 2], [3, 4]]
     stream.drop(1)
     assert list((tmp_path / "s").iterdir()) == []
 
@@ -241,3 +242,9 @@ def test_norms_run_a_few_rows_at_a_time_and_change_no_bit(monkeypatch: pytest.Mo
     assert calls == [3, 3, 1]
     assert isinstance(layer["proj"], nn.Linear)
     assert layer["inner"]["q_norm"](x[:0]).shape == (0, 2, 8)
+
+
+def test_tokens_of_almost_nothing_do_not_outweigh_all_others() -> None:
+    energy = torch.tensor([4.0, 0.0, 2.0, 1e-30, 8.0, 4e6])
+    assert relative_weights(energy).tolist() == pytest.approx([0.25, 2500.0, 0.5, 2500.0, 0.125, 2.5e-7])
+    assert relative_weights(torch.zeros(2)).tolist() == [1.0, 1.0]

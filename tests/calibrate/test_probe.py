@@ -40,13 +40,14 @@ def test_gradients_of_random_probes_reach_the_moments_as_by_hand() -> None:
     handler = Prober(found, torch.float32)
     install(toy, {name: name for name in linears}, {name: pair[0] for name, pair in linears.items()}, handler)
     with torch.no_grad():
-        out, beside = Probe(toy, weight, torch.Generator().manual_seed(7))(x)
+        out, beside = Probe(toy, weight, [7, 9])(x)
     a, b = x @ linears["a"][0].T, x @ linears["b"][0].T + linears["b"][1]
     torch.testing.assert_close(out, (a * b) @ linears["c"][0].T + linears["c"][1])
     assert beside is None
     assert not out.requires_grad
 
-    drawn = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(7)) * weight.sqrt()[..., None]
+    drawn = torch.stack([torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)) for seed in (7, 9)])
+    drawn *= weight.sqrt()[..., None]
     inner = (drawn @ linears["c"][0]).flatten(0, 1)
     wanted = {"a": OutputMoments.empty(2, 2), "b": OutputMoments.empty(1, 4)}
     wanted["a"].add(inner * b.flatten(0, 1))
@@ -58,9 +59,9 @@ def test_gradients_of_random_probes_reach_the_moments_as_by_hand() -> None:
 
 def test_without_weights_all_tokens_are_drawn_alike() -> None:
     toy, x = Toy(), torch.randn(1, 3, 6)
-    out = Probe(nn.Identity(), None, torch.Generator().manual_seed(1))(x.clone().requires_grad_())
+    out = Probe(nn.Identity(), None, [1])(x.clone().requires_grad_())
     torch.testing.assert_close(out, x)
-    assert Probe(toy.requires_grad_(True), None, torch.Generator())(x)[0].shape == (1, 3, 3)
+    assert Probe(toy.requires_grad_(True), None, [1])(x)[0].shape == (1, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_every_linear_before_the_output_is_probed_and_no_other(
     seen: list[OutputMoments] = []
     of = RowFeedback.of
 
-    def noted(moments: OutputMoments, damp: float, trust: float) -> RowFeedback:
+    def noted(moments: OutputMoments, damp: float, trust: float | None) -> RowFeedback:
         seen.append(moments)
         return of(moments, damp, trust)
 
@@ -121,3 +122,50 @@ def test_the_switch_changes_codes_before_the_output_and_keeps_those_of_eight_bit
         assert codes["eight"][key].shape[1] > codes["on"][key].shape[1]
     on, off = (journals[name].record(0).modules["model.layers.0.self_attn.q_proj"] for name in ("on", "off"))
     assert on.error != off.error
+
+
+@pytest.mark.parametrize(("tokens", "windows"), [(1, 1), (64, 1), (65, 2), (10_000, 8)])
+def test_as_many_windows_are_probed_as_tokens_are_asked_for_whatever_the_chunks(
+    tokens: int, windows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: dict[int, list[int]] = {}
+    sums: dict[int, list[Tensor]] = {}
+    init, of = Probe.__init__, RowFeedback.of
+    model = tiny("llama", tmp_path / "m")
+    for chunk in (3, 8):
+        seeds[chunk], sums[chunk] = [], []
+
+        def noted(probe: Probe, module: nn.Module, weight: Tensor | None, own: list[int], at: int = chunk) -> None:
+            seeds[at] += own
+            init(probe, module, weight, own)
+
+        def kept(moments: OutputMoments, damp: float, trust: float | None, at: int = chunk) -> RowFeedback:
+            sums[at].append(moments.sum_GRR.clone())
+            return of(moments, damp, trust)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Probe, "__init__", noted)
+            patched.setattr(attention.RowFeedback, "of", staticmethod(kept))
+            ranges = [(first, min(first + chunk, 8)) for first in range(0, 8, chunk)]
+            patched.setattr("glm5_quant.calibrate.plan.Plan.chunks", lambda _, __, ranges=ranges: ranges)
+            report = small(model, tmp_path / str(chunk), quant={"probed_tokens": tokens, "alphas": ()}, seed=3)
+    assert seeds[3] == seeds[8]
+    assert len(set(seeds[8])) == windows * report.layers
+    for one, other in zip(sums[3][:3], sums[8][:3], strict=True):  # the first layer's: later ones see other roundings
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().amax()))
+
+
+def test_an_attention_that_clips_in_place_is_probed(tmp_path: Path) -> None:
+    report = small(tiny("olmoe", tmp_path / "m", clip_qkv=0.5), tmp_path / "w")
+    assert report.layers
+
+
+def test_without_shrinkage_moments_between_rows_are_not_shrunk_either() -> None:
+    moments = OutputMoments.empty(1, 4)
+    moments.add(torch.randn(3, 4, generator=torch.Generator().manual_seed(2)))
+    plain, shrunk = (RowFeedback.of(moments, 0.01, trust) for trust in (None, 1.0))
+    scaled_GRR = moments.sum_GRR / moments.sum_GRR.diagonal(dim1=-2, dim2=-1).mean()
+    for feedback, equal in ((plain, True), (shrunk, False)):
+        found_GRR = feedback.root_GRR @ feedback.root_GRR.transpose(1, 2)
+        off = (found_GRR - scaled_GRR).masked_fill(torch.eye(4, dtype=torch.bool), 0.0)
+        assert (float(off.abs().amax()) < 1e-5) == equal
