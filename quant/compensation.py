@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-UNFITTED_GAIN = 0.3
-
 
 @dataclass
 class GainFit:
@@ -20,14 +18,12 @@ class GainFit:
 
     residual_buffer: list[float] = field(default_factory=lambda: [0.0, 0.0])
     buffer_buffer: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    residual_residual: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def add(self, residual_TD: Tensor, buffer_TD: Tensor, half: int) -> None:
         """Add tokens to half 0 or 1; buffer_TD may be one row [D] for all tokens."""
         buffer_TD = buffer_TD.expand_as(residual_TD)
         self.residual_buffer[half] += float((residual_TD * buffer_TD).sum(dtype=torch.float64))
         self.buffer_buffer[half] += float(buffer_TD.square().sum(dtype=torch.float64))
-        self.residual_residual[half] += float(residual_TD.square().sum(dtype=torch.float64))
 
     def gain(self) -> float:
         """gamma over both halves, within 0..1; 0 unless each half's own gamma lowers the other half's error."""
@@ -42,18 +38,6 @@ class GainFit:
         halves = (0, 1) if half is None else (half,)
         return sum(gamma * gamma * self.buffer_buffer[h] - 2.0 * gamma * self.residual_buffer[h] for h in halves)
 
-    def share_left(self, gamma: float) -> float:
-        """Error energy left with gamma, as a share of that without; 1 when there was none."""
-        whole = sum(self.residual_residual)
-        return 1.0 + self.change(gamma) / whole if whole > 0 else 1.0
-
 
 def _ratio(residual_buffer: float, buffer_buffer: float) -> float:
     return min(max(residual_buffer / buffer_buffer, 0.0), 1.0) if buffer_buffer > 0 else 0.0
-
-
-def compensate(output_TD: Tensor, buffer_TD: Tensor, gamma: float = UNFITTED_GAIN) -> Tensor:
-    """output + gamma * buffer in the output's dtype; gamma .3 is the documents' value where none was fitted."""
-    if gamma == 0:
-        return output_TD
-    return output_TD + (gamma * buffer_TD).to(output_TD.dtype)

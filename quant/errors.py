@@ -25,13 +25,3 @@ def relative_error(weight_NK: Tensor, other_NK: Tensor, hessian_KK: Tensor) -> T
     whole = quadratic_rows(weight, hessian_KK).sum(-1, dtype=torch.float64)
     tiny = torch.finfo(torch.float64).tiny
     return torch.where(whole > 0, lost / whole.clamp(min=tiny), (lost > 0).double()).clamp(min=0).float()
-
-
-def stream_error(weight_NK: Tensor, other_NK: Tensor, moments: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """E|W x - W^ x~|^2 / E|W x|^2 from (mean x x^T, C = mean x x~^T, H = mean x~ x~^T), float32 [...]."""
-    source_KK, cross_KK, hessian_KK = moments
-    weight, other = weight_NK.float(), other_NK.float()
-    whole = quadratic_rows(weight, source_KK).sum(-1, dtype=torch.float64)
-    mixed = ((weight @ cross_KK) * other).sum((-1, -2), dtype=torch.float64)
-    lost = whole - 2.0 * mixed + quadratic_rows(other, hessian_KK).sum(-1, dtype=torch.float64)
-    return (lost.clamp(min=0) / whole.clamp(min=torch.finfo(torch.float64).tiny)).float()

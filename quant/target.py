@@ -67,13 +67,6 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
         delta = max(10.0 * delta, 1e-6)
 
 
-def damped_target(weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, alpha: float, delta: float = 0.1) -> Tensor:
-    """W* = W + alpha W G (H + delta t I)^-1, float32 [N, K]; alpha 0 returns W."""
-    if alpha == 0:
-        return weight_NK.float()
-    return weight_NK.float() + alpha * target_direction(weight_NK, hessian_KK, gap_KK, delta)
-
-
 def choose_alpha(
     weight_NK: Tensor,
     direction_NK: Tensor,
