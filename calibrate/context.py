@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.settings import Settings
@@ -115,10 +116,13 @@ class Context:
         """Whether inputs are kept beside their moments: for the channel scales of activations."""
         return self.settings.quant.activations == "int4-channel"
 
+    def _moved(self, value: Any) -> Any:
+        return value.to(self.settings.device) if isinstance(value, Tensor) else value
+
     def layer_kwargs(self, layer: int, windows: int) -> dict[str, Any]:
         """What the model's own forward hands to this layer for a batch of so many windows: masks, rotary angles."""
         if windows not in self.kwargs:
-            self.kwargs[windows] = self.runner.kwargs_for(self.ids_WT[:windows])
+            self.kwargs[windows] = tree_map(self._moved, self.runner.kwargs_for(self.ids_WT[:windows]))
         return self.kwargs[windows][layer]
 
 

@@ -69,6 +69,7 @@ class LayerSolver:
         # What is quantized is read where it is needed, in the source's dtype: half the memory, and no second copy.
         without = {item.module for item in self.linears.values() if item.expert is None}
         self.module = context.runner.load_layer(index, experts=False, without=without)
+        _move(self.module, context.settings.device)
         slice_norms(self.module)
         self.solve: Callable[..., list[Tensor]] = partial(
             _solve_group,
@@ -321,6 +322,17 @@ class LayerSolver:
         found.apply(outputs["quantized"])
         self.result.tensors |= found.tensors(f"{SIDECAR_PREFIX}model.layers.{self.index}")
         return found.record
+
+
+def _move(module: nn.Module, device: str) -> None:
+    """Parameters and buffers to where the layer runs; those that stay empty are replaced later."""
+    for part in module.modules():
+        stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for store in stores:
+            for name, value in store.items():
+                if value is not None and not value.is_meta and device != "cpu":
+                    moved = value.detach().to(device)
+                    store[name] = nn.Parameter(moved, requires_grad=False) if store is part._parameters else moved
 
 
 def _solve_group(*args: Any, **options: Any) -> list[Tensor]:

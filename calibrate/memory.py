@@ -93,6 +93,9 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
         passing += per_window + scores * settings.seqlen
     width = max((one.k for one in items if one.role == "down"), default=hidden)
     per_token = width * _F32 * 8
+    stream_bytes = _files(tokens * item, streams, hidden, first, outside)
+    if settings.device != "cpu":  # there they lie in its memory
+        fixed += stream_bytes
     room = max(cap - fixed, 0)
     most_windows = min(settings.num_samples, MOST_CHUNK_TOKENS // settings.seqlen)
     solving_room, passing_room = int(room * 0.6), int((room + fixed - INTERPRETER_BYTES - weights) * 0.8)
@@ -100,7 +103,6 @@ def cut(items: list[Linear], settings: Settings, config: Any, family: Family, dt
     chunk_tokens = max(256, min(MOST_CHUNK_TOKENS, int(room * 0.2) // per_token))
     used = max(chunk_windows * per_window, chunk_tokens * per_token)
     used = max(used, INTERPRETER_BYTES + weights + chunk_windows * passing - fixed)
-    stream_bytes = _files(tokens * item, streams, hidden, first, outside)
     return Cut(
         chunk_windows=chunk_windows,
         chunk_tokens=chunk_tokens,
@@ -181,5 +183,8 @@ def _allocator(function: str) -> Any:
     return getattr(ctypes.CDLL(None), function, None) if os.name == "posix" else None
 
 
-def physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def usable_memory(device: str) -> int:
+    """What a run may take where nothing is said: six tenths of this machine's memory, nine of what a GPU has free."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 9 // 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 6 // 10

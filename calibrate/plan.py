@@ -12,14 +12,17 @@ from pathlib import Path
 
 from glm5_quant.calibrate.context import activation
 from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
-from glm5_quant.calibrate.memory import cut, physical_memory, run_dtype
+from glm5_quant.calibrate.memory import cut, run_dtype, usable_memory
 from glm5_quant.calibrate.precision import part_of
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
+from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError, human_bytes
-from glm5_quant.model.families import Family, Linear, expert_count, family_of, linears, model_config
+from glm5_quant.model.families import Family, Linear, check_sizes, expert_count, family_of, linears, model_config
+from glm5_quant.model.files import check_side_files, expanded
 from glm5_quant.model.rotated import as_rotated
+from glm5_quant.model.staging import check_apart
 
 SOURCE_TOKENS_PER_CHANNEL = 20
 
@@ -103,11 +106,15 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         UserError: unknown model type, tensors that are missing or of the wrong shape, nothing to quantize, or a work
             folder that cannot be written.
     """
+    work_dir = expanded(work_dir)
+    check_apart(work_dir, checkpoint.folder)
+    check_side_files(checkpoint.folder)
+    check_sizes(checkpoint)
     checkpoint = as_rotated(checkpoint, settings.quant.rotation)
-    _check_apart(work_dir, checkpoint.folder)
     family = family_of(checkpoint.config, file=checkpoint.config_file)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
     activation(config, checkpoint.config_file)
+    check_parameters(checkpoint, family)
     items = [item for item in linears(checkpoint, family) if part_of(item, family) not in settings.keep]
     eight = {item.name for item in items if part_of(item, family) in settings.int8}
     if len(eight) == len(items):
@@ -116,7 +123,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     for item in items:
         by_layer.setdefault(item.layer, []).append(item)
     tokens, hidden = settings.num_samples * settings.seqlen, int(config.hidden_size)
-    cap = settings.max_memory_bytes or physical_memory() * 6 // 10
+    cap = settings.max_memory_bytes or usable_memory(settings.device)
     pieces = cut(items, settings, config, family, run_dtype(checkpoint.dtype, settings.device), cap)
     experts = expert_count(config) if family.has_experts else 0
     top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -144,7 +151,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,
         least_memory_bytes=pieces.least_bytes,
-        disk_free_bytes=_free_disk(Path(work_dir)),
+        disk_free_bytes=_free_disk(work_dir),
         experts=experts,
         tokens=tokens,
         seqlen=settings.seqlen,
@@ -153,7 +160,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         chunk_windows=pieces.chunk_windows,
         chunk_tokens=pieces.chunk_tokens,
         memory_short=pieces.short,
-        work_dir=Path(work_dir),
+        work_dir=work_dir,
         warnings=_warnings(items, settings, each, int(getattr(config, "max_position_embeddings", 0) or 0)),
     )
 
@@ -164,20 +171,12 @@ def _source_bytes(checkpoint: Checkpoint, items: list[Linear]) -> int:
 
 def _free_disk(folder: Path) -> int:
     """Free bytes where the work folder is or will be; an unwritable place is an error now, not after hours."""
-    place = folder.expanduser().absolute()
+    place = folder.absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError("work folder cannot be written", file=place, hint="Use another --work-dir")
     return shutil.disk_usage(place).free
-
-
-def _check_apart(work_dir: Path | str, model: Path) -> None:
-    """Raise UserError where the work folder is the model's, or inside it: the source is never written to."""
-    work, source = Path(work_dir).expanduser().resolve(), model.resolve()
-    if work == source or source in work.parents:
-        problem = "the work folder must lie outside the model's"
-        raise UserError(problem, file=work, expected=f"a folder outside {source}", hint="Use another --work-dir")
 
 
 def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float | None, positions: int) -> list[str]:

@@ -156,6 +156,7 @@ class _Run:
         dtype = run_dtype(checkpoint.dtype, settings.device)
         runner = LayerRunner(checkpoint, plan.family, dtype)
         ids_WT = chosen_windows(runner, plan, journal, settings, ids_WT, activation(runner.config))
+        numeric_T = token_weight(checkpoint, ids_WT, settings.quant.numeric_weight)
         items = [item for layer in plan.by_layer.values() for item in layer]
         self.offering = shadowed(items, plan.family, plan.eight)
         self.context = Context(
@@ -171,7 +172,7 @@ class _Run:
             source_first=len(ids_WT) - plan.source_windows(len(ids_WT), settings.held_windows(len(ids_WT))),
             chunk_tokens=plan.chunk_tokens,
             activation=activation(runner.config),
-            token_weight_T=token_weight(checkpoint, ids_WT, settings.quant.numeric_weight),
+            token_weight_T=None if numeric_T is None else numeric_T.to(settings.device),
             shadowed=frozenset(i.name for i in self.offering) if settings.quant.shadow_budget else frozenset(),
             spill_folder=journal.folder / "stream",
             scratch_folder=journal.folder / "stream",
@@ -185,6 +186,7 @@ class _Run:
                 name=n,
                 shape=(followed[n], seqlen, runner.config.hidden_size),
                 dtype=dtype,
+                device=settings.device,
             )
             for n in names
         }

@@ -124,10 +124,10 @@ def solve_group(
 
 def _seen(evidence: Evidence, k: int, config: QuantConfig) -> Seen:
     """What codes see of the inputs. Channel scales are those of the tokens that are fitted on."""
-    rotated = config.rotation == "full"
+    rotated, device = config.rotation == "full", evidence.parts[0].fit.sum_KK.device
     if config.activations != "int4-channel" or evidence.sample is None:
         return Seen(rotated=rotated)
-    return Seen(rotated=rotated, scale_K=evidence.sample.scales(k, rotated=rotated))
+    return Seen(rotated=rotated, scale_K=evidence.sample.scales(k, rotated=rotated).to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -39,7 +39,8 @@ class Stream:
     """One stream. `shape` is [windows, positions, hidden]; `dtype` is the one layers run in.
 
     `side` is what a layer hands to the next beside hidden states (`prev_topk_indices` of GLM-5.2), [windows, ...]; None
-    where a family has nothing such, and before its first layer.
+    where a family has nothing such, and before its first layer. On another `device` than the CPU the file holds a copy
+    of what lies there.
     """
 
     folder: Path
@@ -47,6 +48,9 @@ class Stream:
     shape: tuple[int, int, int]
     dtype: torch.dtype = torch.float32
     side: Tensor | None = None
+    device: str = "cpu"
+    _file: Tensor | None = field(default=None, repr=False)
+    _now: Tensor | None = field(default=None, repr=False)
 
     def path(self, boundary: int) -> Path:
         return self.folder / f"{self.name}.{boundary:05d}.bin"
@@ -74,8 +78,9 @@ class Stream:
                 expected=f"{self.nbytes} bytes",
                 hint="Start again with `--resume never`",
             )
-        self.side = load_file(self.side_path(boundary))["side"] if self.side_path(boundary).exists() else None
-        return _mapped(path, self.shape, self.dtype)
+        side = load_file(self.side_path(boundary)) if self.side_path(boundary).exists() else {}
+        self.side = side["side"].to(self.device) if side else None
+        return _mapped(path, self.shape, self.dtype).to(self.device)
 
     def create(self, boundary: int) -> Tensor:
         """An empty stream file for the next boundary, under a temporary name until `commit`."""
@@ -83,13 +88,18 @@ class Stream:
         path = self.path(boundary).with_suffix(".part")
         with path.open("wb") as file:
             _reserve(file.fileno(), self.nbytes, path)
-        return _mapped(path, self.shape, self.dtype)
+        self._file = _mapped(path, self.shape, self.dtype)
+        self._now = self._file.to(self.device)
+        return self._now
 
     def commit(self, boundary: int, side: Tensor | None) -> None:
         """Give the file of `boundary` its final name."""
+        if self._file is not None and self._now is not None and self._now is not self._file:
+            self._file.copy_(self._now)
+        self._file = self._now = None
         if side is not None:
             temporary = self.side_path(boundary).with_suffix(".part")
-            save_file({"side": side}, temporary)
+            save_file({"side": side.cpu()}, temporary)
             temporary.replace(self.side_path(boundary))
         self.path(boundary).with_suffix(".part").replace(self.path(boundary))
         self.side = side

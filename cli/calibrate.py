@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import calibration_data, packaged_model, unless_default
+from glm5_quant.cli.defaults import calibration_data, given, packaged_model, unless_default
 from glm5_quant.cli.failures import StoppedSafely, guarded, stop_at_safe_points
 from glm5_quant.cli.plan import announce, show_plan
 from glm5_quant.cli.progress import LayerProgress
@@ -114,12 +114,30 @@ def calibrate(
         max_memory_bytes=opt.size(max_memory, "--max-memory"),
     )
     # After the settings: a wrong one leaves nothing behind.
-    model, dataset = model or packaged_model(), dataset or calibration_data(model, work_dir)
-    if dry_run:
-        show_plan(model, settings, work_dir, json)
+    model = packaged_model() if model is None else model
+    data = calibration_data(dataset, model, work_dir, dry=dry_run)
+    if data is None or dry_run:
+        repeated = given(
+            calibrate,
+            dataset=dataset,
+            num_samples=num_samples,
+            seqlen=seqlen,
+            preset=preset,
+            symmetric=symmetric,
+            rotation=rotation,
+            activations=activations,
+            shadow_budget=shadow_budget,
+            all_experts=all_experts,
+            device=device,
+            max_memory=max_memory,
+            seed=seed,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        show_plan(model, settings, work_dir, json, repeated)
         return
     foreseen = announce(model, settings, work_dir)
-    report = _run(model, dataset, work_dir, settings, resume=resume.value, overwrite=overwrite)
+    report = _run(model, data, work_dir, settings, resume=resume.value, overwrite=overwrite)
     warn(message for message in report.warnings if message not in foreseen)
     show_report(report, json)
     say_next("export", work_dir=unless_default(work_dir))

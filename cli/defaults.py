@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -23,6 +26,12 @@ def unless_default(work_dir: str) -> str | None:
     return None if work_dir == WORK_DIR else work_dir
 
 
+def given(command: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """Those of the options that differ from the command's own defaults: what a command to type next must repeat."""
+    defaults = inspect.signature(command).parameters
+    return {name: value for name, value in options.items() if value != defaults[name].default}
+
+
 def packaged_model() -> str:
     """Folder of glm5-tiny.
 
@@ -39,16 +48,23 @@ def needed_data(source: str | None) -> str | None:
     return None if source is None or is_packaged(source) else "TEXT.jsonl"
 
 
-def calibration_data(model: str | None, work_dir: str) -> str:
-    """The packaged calibration dialogues, written to the work folder. Only for the packaged model.
+def calibration_data(dataset: str | None, model: str, work_dir: str, *, dry: bool = False) -> str | None:
+    """The data set named, else the packaged calibration dialogues, written to the work folder. `dry`: nothing is
+    written, None stands for the dialogues, and a data set named is only tried.
 
-    Raises typer.BadParameter for a model of the user's own: its calibration data are the user's choice.
+    Raises typer.BadParameter for a model of the user's own without one: its calibration data are the user's choice.
     """
-    if model is not None and not is_packaged(model):
+    if dataset is not None:
+        if dry:
+            from glm5_quant.model.texts import read_texts
+
+            read_texts(dataset, limit=1)
+        return dataset
+    if not is_packaged(model):
         raise typer.BadParameter(
             "A model of your own needs data: name text like what it will read.", param_hint="--dataset"
         )
-    return _write_corpus(work_dir)
+    return None if dry else _write_corpus(work_dir)
 
 
 def is_packaged(model: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,17 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import existing_export, is_packaged, source_of_work, unless_default
+from glm5_quant.cli.defaults import existing_export, given, is_packaged, source_of_work, unless_default
 from glm5_quant.cli.failures import FAILED, GATE_FAILED, guarded
 from glm5_quant.cli.progress import StageProgress
-from glm5_quant.cli.terminal import say, say_next, table
+from glm5_quant.cli.terminal import say, say_next, table, warn
 from glm5_quant.model.errors import UserError
 
 if TYPE_CHECKING:
     from glm5_quant.eval import EvalResult
-
-
-Rows = list[Any] | None
+    from glm5_quant.model.texts import Texts
 
 
 class KvCache(StrEnum):
@@ -37,6 +36,7 @@ Quantized = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FOLDER",
+        callback=opt.filled,
         help="Export folder; give it several times to compare.",
         show_default="WORK_DIR/export",
         rich_help_panel=opt.INPUT,
@@ -60,22 +60,36 @@ KvCacheOption = Annotated[
 ]
 CriticalWords = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="Words to watch, one a line; 'default' for ours.", rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        metavar="FILE",
+        callback=opt.filled,
+        help="Words to watch, one a line; 'default' for ours.",
+        rich_help_panel=opt.SETTINGS,
+    ),
 ]
 Task = Annotated[
     list[str] | None,
-    typer.Option(metavar="FILE", help="Number problems: GSM8K, SVAMP, CMATH; repeatable.", rich_help_panel=opt.INPUT),
+    typer.Option(
+        metavar="FILE",
+        callback=opt.filled,
+        help="Number problems: GSM8K, SVAMP, CMATH; repeatable.",
+        rich_help_panel=opt.INPUT,
+    ),
 ]
 Gate = Annotated[
     str | None,
     typer.Option(
-        metavar="GATES", help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.", rich_help_panel=opt.SETTINGS
+        metavar="GATES",
+        callback=opt.filled,
+        help="Exit code 3 unless all hold, e.g. 'kl<0.05,numeric<0.5%'.",
+        rich_help_panel=opt.SETTINGS,
     ),
 ]
 Trace = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PROMPT",
+        callback=opt.filled,
         help="Write how each token of it is routed to WORK_DIR/routing_trace.json; repeatable.",
         rich_help_panel=opt.OUTPUT,
     ),
@@ -83,7 +97,10 @@ Trace = Annotated[
 Report = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="FILE", help="Also write a .html page with plots, .md or .json; repeatable.", rich_help_panel=opt.OUTPUT
+        metavar="FILE",
+        callback=opt.filled,
+        help="Also write a .html page with plots, .md or .json; repeatable.",
+        rich_help_panel=opt.OUTPUT,
     ),
 ]
 Set = Annotated[
@@ -91,6 +108,7 @@ Set = Annotated[
     typer.Option(
         "--set",
         metavar="NAME[=VALUE]",
+        callback=opt.filled,
         help="Any other setting, e.g. num-dialogues=4, stress, decode-steps, sequential, source-cache=FOLDER; "
         "'help' lists all. Repeatable.",
         rich_help_panel=opt.SETTINGS,
@@ -127,19 +145,15 @@ def evaluate(
     """Measure perplexity, divergence, number errors and drift of exports against their source."""
     if settings and "help" in settings:
         return _list_settings()
-    for path in report or ():
-        if Path(path).suffix not in FORMS:
-            raise typer.BadParameter(f"{path} ends in none of {', '.join(FORMS)}", param_hint="--report")
-        if not Path(path).expanduser().parent.is_dir():
-            raise typer.BadParameter(f"{path}: no such folder", param_hint="--report")
+    _check_targets(report or (), _trace_file(work_dir) if trace else None)
     chosen: dict[str, Any] = {
         "window": window,
         "num_windows": num_windows,
         "long_dialogue": long_dialogue,
         "free_running": free_running,
         "kv_cache": kv_cache.value,
-        "critical_words": critical_words or "",
-        "gates": gate or "",
+        "critical_words": "" if critical_words is None else critical_words,
+        "gates": "" if gate is None else gate,
         "seed": seed,
         "device": device,
     }
@@ -151,13 +165,31 @@ def evaluate(
     from glm5_quant.eval import evaluate as measure
 
     with StageProgress() as bar:
-        result = measure(source, exports, texts, progress=bar.advance, **inputs, **chosen)
+        result = measure(source, exports, texts, progress=bar.advance, warn=_warn_one, **inputs, **chosen)
     result = replace(result, command=shlex.join(["glm5-quant", *sys.argv[1:]]))
     show_result(result, report or [], json)
     if trace:
-        write_traces(result, Path(work_dir) / "routing_trace.json")
+        write_traces(result, _trace_file(work_dir))
+    repeated = given(
+        evaluate,
+        model=model,
+        quantized=quantized,
+        dataset=dataset,
+        window=window,
+        num_windows=num_windows,
+        free_running=free_running,
+        kv_cache=kv_cache,
+        critical_words=critical_words,
+        task=task,
+        gate=gate,
+        work_dir=work_dir,
+        device=device,
+        seed=seed,
+    )
     if long_dialogue is None:
-        say_next("eval", dataset=dataset, work_dir=unless_default(work_dir), long_dialogue="200", report="report.html")
+        say_next("eval", **repeated, set=settings, long_dialogue="200", report="report.html")
+    elif quantized:
+        say_next("inspect", quantized[0])
     else:
         say_next("inspect", work_dir=unless_default(work_dir))
     if result.status != "ok":
@@ -165,7 +197,35 @@ def evaluate(
     return 0 if result.gates_passed else GATE_FAILED
 
 
-def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[Rows, Rows]:
+def _trace_file(work_dir: str) -> Path:
+    return Path(work_dir).expanduser() / "routing_trace.json"
+
+
+def _check_targets(reports: Sequence[str], trace: Path | None) -> None:
+    """Refuse at the start what could not be written at the end."""
+    from glm5_quant.model.atomic import check_writable
+
+    for name in reports:
+        path = Path(name).expanduser()
+        if path.suffix not in FORMS:
+            raise typer.BadParameter(f"{name} ends in none of {', '.join(FORMS)}", param_hint="--report")
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"{name}: no such folder", param_hint="--report")
+        if path.is_dir():
+            raise typer.BadParameter(f"{name}: is a folder, not a file to write", param_hint="--report")
+        check_writable(path.parent)
+    if trace is not None:
+        if trace.is_dir():
+            raise UserError("is a folder, not a file to write", file=trace, hint="Choose another --work-dir")
+        # The work folder itself is made only when there is something to write.
+        check_writable(next(folder for folder in trace.absolute().parents if folder.exists()))
+
+
+def _warn_one(message: str) -> None:
+    warn([message])
+
+
+def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[Texts | None, Texts | None]:
     """Texts to score and dialogues to follow; None leaves the choice, which is the packaged corpus, to the evaluator.
 
     With `--long-dialogue`, rows of the data set that hold messages are the dialogues, and the others are texts.
@@ -177,12 +237,13 @@ def _data(dataset: str | None, source: str, long_dialogue: int | None) -> tuple[
         return None, None
     from glm5_quant.model.texts import read_texts
 
-    rows = read_texts(dataset, split="test").rows
+    found = read_texts(dataset, split="test")
+    warn(found.warnings)
     if long_dialogue is None:
-        return list(rows), None
-    return [row for row in rows if row.messages is None] or None, [
-        row for row in rows if row.messages is not None
-    ] or None
+        return found, None
+    texts = tuple(row for row in found.rows if row.messages is None)
+    dialogues = tuple(row for row in found.rows if row.messages is not None)
+    return replace(found, rows=texts) if texts else None, replace(found, rows=dialogues) if dialogues else None
 
 
 def _list_settings() -> int:

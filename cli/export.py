@@ -27,10 +27,13 @@ def export(
     work_dir: opt.WorkDir = opt.WORK_DIR,
     output_dir: Annotated[
         str | None,
-        typer.Option(help="Folder to write.", show_default="WORK_DIR/export", rich_help_panel=opt.OUTPUT),
+        typer.Option(
+            callback=opt.filled, help="Folder to write.", show_default="WORK_DIR/export", rich_help_panel=opt.OUTPUT
+        ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest weight file.", rich_help_panel=opt.OUTPUT)
+        str,
+        typer.Option(metavar="SIZE", callback=opt.filled, help="Largest weight file.", rich_help_panel=opt.OUTPUT),
     ] = "5GB",
     overwrite: opt.Overwrite = False,
     json: opt.Json = False,
@@ -42,7 +45,7 @@ def export(
     source = source_of_work(model, work_dir)
     from glm5_quant.model import exporting
 
-    output = output_dir or str(export_folder(work_dir))
+    output = str(export_folder(work_dir)) if output_dir is None else output_dir
     with ByteProgress() as bar:
         report = exporting.export(
             source,
@@ -53,8 +56,9 @@ def export(
             progress=bar.advance,
         )
     show_report(report, json)
-    say_next("verify", output_dir, work_dir=unless_default(work_dir) if output_dir is None else None)
-    say_next("eval", quantized=output_dir, dataset=needed_data(source), work_dir=unless_default(work_dir))
+    say_next("verify", output_dir, model=model, work_dir=unless_default(work_dir) if output_dir is None else None)
+    data = needed_data(source)
+    say_next("eval", model=model, quantized=output_dir, dataset=data, work_dir=unless_default(work_dir))
 
 
 def _is_own(folder: str) -> bool:

@@ -25,7 +25,10 @@ def register(app: typer.Typer) -> None:
 @guarded
 def inspect(
     folder: Annotated[
-        str | None, typer.Argument(help="Journal, export or model folder.", show_default="WORK_DIR/calibration")
+        str | None,
+        typer.Argument(
+            callback=opt.filled, help="Journal, export or model folder.", show_default="WORK_DIR/calibration"
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(min=0, help="Show every matrix of one layer.", rich_help_panel=opt.OUTPUT)

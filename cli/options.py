@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 INPUT, SETTINGS, RUN, OUTPUT = "Input", "Settings", "Run", "Output"
 WORK_DIR = "glm5-quant-work"
 
+
+def filled(value: Any) -> Any:
+    """Callback of every option whose text may not be empty: an unset shell variable is no "not given"."""
+    for text in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(text, str) and not text.strip():
+            raise typer.BadParameter("is empty: an unset shell variable?")
+    return value
+
+
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
+        callback=filled,
         help="Source model: folder or hub id.",
         show_default="glm5-tiny, packaged",
         rich_help_panel=INPUT,
@@ -24,6 +34,7 @@ SourceOfWork = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
+        callback=filled,
         help="Source model: folder or hub id.",
         show_default="as calibrated",
         rich_help_panel=INPUT,
@@ -33,6 +44,7 @@ Dataset = Annotated[
     str | None,
     typer.Option(
         metavar="DATA",
+        callback=filled,
         help="Sample text: a .txt, .jsonl, .json or .parquet file (or .gz), a folder of them, or a hub id.",
         show_default="the corpus of glm5-tiny",
         rich_help_panel=INPUT,
@@ -40,11 +52,21 @@ Dataset = Annotated[
 ]
 NumSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Calibration windows.", rich_help_panel=INPUT)]
 SeqLen = Annotated[int, typer.Option("--seqlen", min=2, metavar="N", help="Tokens of a window.", rich_help_panel=INPUT)]
-WorkDir = Annotated[str, typer.Option(metavar="FOLDER", help="Folder for journal and export.", rich_help_panel=RUN)]
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.", rich_help_panel=RUN)]
+WorkDir = Annotated[
+    str, typer.Option(metavar="FOLDER", callback=filled, help="Folder for journal and export.", rich_help_panel=RUN)
+]
+Device = Annotated[
+    str, typer.Option(metavar="DEVICE", callback=filled, help="cpu, cuda or cuda:N.", rich_help_panel=RUN)
+]
 MaxMemory = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Stay below this, e.g. 24GiB.", show_default="no limit", rich_help_panel=RUN),
+    typer.Option(
+        metavar="SIZE",
+        callback=filled,
+        help="Stay below this, e.g. 24GiB.",
+        show_default="no limit",
+        rich_help_panel=RUN,
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Decides every random choice.", rich_help_panel=RUN)]
 Symmetric = Annotated[

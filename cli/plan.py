@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from glm5_quant.cli import options as opt
-from glm5_quant.cli.defaults import is_packaged, needed_data, packaged_model, unless_default
+from glm5_quant.cli.defaults import given, is_packaged, needed_data, packaged_model, unless_default
 from glm5_quant.cli.failures import guarded
 from glm5_quant.cli.terminal import facts, human_bytes, json_text, say, say_next, warn
 
@@ -34,7 +35,7 @@ def plan(
     json: opt.Json = False,
 ) -> None:
     """Say what `calibrate` would cost: sizes, peak memory, disk, coverage. Reads headers only."""
-    model = model or packaged_model()
+    model = packaged_model() if model is None else model
     from glm5_quant.calibrate.presets import make_settings
 
     settings = make_settings(
@@ -45,11 +46,20 @@ def plan(
         device=device,
         max_memory_bytes=opt.size(max_memory, "--max-memory"),
     )
-    show_plan(model, settings, work_dir, json)
+    repeated = given(
+        plan,
+        num_samples=num_samples,
+        seqlen=seqlen,
+        preset=preset,
+        symmetric=symmetric,
+        device=device,
+        max_memory=max_memory,
+    )
+    show_plan(model, settings, work_dir, json, repeated)
 
 
-def show_plan(model: str, settings: Settings, work_dir: str, json: bool) -> None:
-    """Make and print the plan; shared with `calibrate --dry-run`.
+def show_plan(model: str, settings: Settings, work_dir: str, json: bool, repeated: Mapping[str, Any]) -> None:
+    """Make and print the plan; shared with `calibrate --dry-run`. `repeated`: options that `calibrate` needs again.
 
     Raises UserError for what cannot work, after the plan was printed.
     """
@@ -61,7 +71,8 @@ def show_plan(model: str, settings: Settings, work_dir: str, json: bool) -> None
     print(json_text(_as_dict(found)) if json else _as_text(found))
     found.refuse_impossible()
     named = None if is_packaged(model) else model
-    say_next("calibrate", model=named, dataset=needed_data(model), work_dir=unless_default(work_dir))
+    needed: dict[str, Any] = {"model": named, "dataset": needed_data(model), "work_dir": unless_default(work_dir)}
+    say_next("calibrate", **(needed | dict(repeated)))
 
 
 def announce(model: str, settings: Settings, work_dir: str) -> list[str]:

@@ -23,12 +23,16 @@ def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def say_next(command: str, argument: str | Path | None = None, **options: str | Path | None) -> None:
-    """Name the command to type next, with the options that differ from their defaults."""
+def say_next(command: str, argument: str | Path | None = None, **options: Any) -> None:
+    """Name the command to type next, with the options that differ from their defaults.
+
+    None and False leave an option out, True gives it without a value, a list gives it several times.
+    """
     words = ["glm5-quant", command] + ([] if argument is None else [str(argument)])
     for name, value in options.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if one is not None and one is not False:
+                words += [f"--{name.replace('_', '-')}"] + ([] if one is True else [str(one)])
     say(f"Next: {shlex.join(words)}")
 
 

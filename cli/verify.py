@@ -22,7 +22,9 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def verify(
-    folder: Annotated[str | None, typer.Argument(help="Export folder.", show_default="WORK_DIR/export")] = None,
+    folder: Annotated[
+        str | None, typer.Argument(callback=opt.filled, help="Export folder.", show_default="WORK_DIR/export")
+    ] = None,
     model: opt.SourceOfWork = None,
     work_dir: opt.WorkDir = opt.WORK_DIR,
     json: opt.Json = False,
@@ -31,8 +33,8 @@ def verify(
 
     Exit code 1 if anything is wrong with it.
     """
-    path = folder or str(existing_export(work_dir))
-    source = model or _calibrated_source(work_dir, folder)
+    path = str(existing_export(work_dir)) if folder is None else folder
+    source = _calibrated_source(work_dir, folder) if model is None else model
     from glm5_quant.model import verifying
 
     report = verifying.verify(path, source)
@@ -41,7 +43,9 @@ def verify(
     show_report(report, json)
     if not report.ok:
         return FAILED
-    say_next("eval", quantized=folder, model=model, dataset=needed_data(source), work_dir=unless_default(work_dir))
+    # Without a source both are for the user to fill in: `eval` cannot do without it.
+    named, data = (model, needed_data(source)) if source is not None else ("SOURCE", "TEXT.jsonl")
+    say_next("eval", quantized=folder, model=named, dataset=data, work_dir=unless_default(work_dir))
     return 0
 
 

@@ -112,7 +112,7 @@ def _export(
     drift = talk.drifts.get(index) if talk is not None else None
     invalid = _first_invalid(text.passes[index].invalid if text else None, drift.invalid if drift else None)
     if invalid is not None:
-        return ExportResult(name=name, status="invalid", invalid=invalid)
+        return ExportResult(name=name, status="invalid", invalid=invalid, packed_linears=session.packed[index])
     tally = text.passes[index].tally if text is not None else drift.tally if drift is not None else Tally()
     return ExportResult(
         name=name,
@@ -126,6 +126,7 @@ def _export(
         layers=_layers(text or talk, diagnosis, index),
         findings=diagnosis.findings.get(index, ()),
         size_bytes=folder_bytes(session.export_models[index]),
+        packed_linears=session.packed[index],
         forward_tokens=session.tokens_read(index),
     )
 
@@ -227,8 +228,8 @@ def _settings(session: Session, text: TextPart | None, talk: DialoguePart | None
         stride=text.plan.stride if text else 0,
         batch_size=config.batch_size,
         padding_side=config.padding_side,
-        documents=text.encoder.seen if text else len(talk.dialogues) if talk else 0,
-        skipped_empty=text.encoder.empty if text else 0,
+        documents=text.encoder.seen + text.passed_over if text else len(talk.dialogues) if talk else 0,
+        skipped_empty=text.encoder.empty + text.passed_over if text else 0,
         windows=len(tally.sums.get("all", {})),
         scored_tokens=counts["all"],
         scored_numeric=counts["numeric"],

@@ -24,7 +24,14 @@ def open_runner(model: Any, config: EvalConfig, name: str = "") -> Runner:
         return Runner(model, name)
     from glm5_quant.model import load
 
-    loaded = load(model, dtype=dtype_of(config), device=config.device)
+    try:
+        loaded = load(model, dtype=dtype_of(config), device=config.device)
+    except ValueError as error:
+        if isinstance(error, UserError) or config.dtype != "float16" or "never narrowed" not in str(error):
+            raise
+        # A folder that is float16 but for some tensors: only the loader knows which of them stay float32.
+        found = f"float16, with {error}"
+        raise UserError("not a dtype for this model", file=model, item="dtype", found=found) from None
     return Runner(loaded, name or Path(model).resolve().name)
 
 

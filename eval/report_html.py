@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 from glm5_quant.eval.report_plots import charts
-from glm5_quant.eval.report_tables import agreement, all_tables
+from glm5_quant.eval.report_tables import agreement, all_tables, packed_linears
 from glm5_quant.eval.result import EvalResult, ExportResult
 from glm5_quant.eval.table import Table, number, with_interval
 
@@ -97,7 +97,7 @@ def _card(export: ExportResult, result: EvalResult) -> str:
         return f'<div class="card bad"><h3>{escape(export.name)}</h3><p>{escape(words)}</p></div>'
     gates = [gate for gate in result.gates if gate.export == export.name]
     failed = [gate for gate in gates if not gate.passed]
-    kind = "bad" if failed or export.findings else "good" if gates else ""
+    kind = "bad" if failed or export.findings else "good" if gates and export.packed_linears != 0 else ""
     whole, numeric = export.slice("all"), export.slice("numeric")
     lines = []
     if whole is not None:
@@ -113,6 +113,8 @@ def _card(export: ExportResult, result: EvalResult) -> str:
         lines.append(("growth beyond source", growth))
     if export.equivalence is not None:
         lines.append(("drift", export.equivalence.verdict))
+    if export.packed_linears is not None:
+        lines.append(("packed linears", packed_linears(export)))
     if export.size_bytes is not None:
         lines.append(("size", f"{export.size_bytes / 2**20:.1f} MiB"))
     lines += [(f"gate {gate.gate}", "passed" if gate.passed else "FAILED") for gate in gates]

@@ -92,15 +92,22 @@ def slice_table(result: EvalResult) -> Table | None:
 
 
 def verdict_table(result: EvalResult) -> Table | None:
-    """Status, drift verdict and gates of each export."""
+    """Status, packed linears and drift verdict of each export."""
     if not result.exports:
         return None
-    rows = [(found.name, found.status, _verdict(found)) for found in result.exports]
+    rows = [(found.name, found.status, packed_linears(found), _verdict(found)) for found in result.exports]
     note = (
         f"'equivalent' means: the 90% interval of the mean NLL difference lies inside ±{result.settings.margin} nats "
         "per token, a margin set before the run."
     )
-    return Table(title="Verdict", header=("export", "status", "drift"), rows=tuple(rows), note=note)
+    return Table(title="Verdict", header=("export", "status", "packed linears", "drift"), rows=tuple(rows), note=note)
+
+
+def packed_linears(export: ExportResult) -> str:
+    """How many linears of an export are packed; says so where none is."""
+    if export.packed_linears is None:
+        return MISSING
+    return f"{export.packed_linears:,}" if export.packed_linears else "0: not quantized"
 
 
 def _verdict(export: ExportResult) -> str:

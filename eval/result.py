@@ -190,7 +190,8 @@ class CacheVariant:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """Everything measured about one export against the source."""
+    """Everything measured about one export against the source. packed_linears: 0 where it is not quantized at all,
+    None where that is not known."""
 
     name: str
     status: str
@@ -204,6 +205,7 @@ class ExportResult:
     layers: tuple[LayerResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     size_bytes: int | None = None
+    packed_linears: int | None = None
     forward_tokens: int = 0
 
     def slice(self, name: str) -> SliceResult | None:

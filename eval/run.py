@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,23 +19,25 @@ from glm5_quant.eval.diagnose import diagnose
 from glm5_quant.eval.dialogue_part import DialoguePart, dialogue_part
 from glm5_quant.eval.gates import decide, parse_gates
 from glm5_quant.eval.result import EvalResult
-from glm5_quant.eval.session import Progress, Session
+from glm5_quant.eval.session import Progress, Session, Warn
 from glm5_quant.eval.tasks import run_tasks
 from glm5_quant.eval.text_part import TextPart, text_part
+from glm5_quant.model.texts import Texts, read_texts
 
 
 def evaluate(
     source: Any,
     exports: Sequence[Any] = (),
-    texts: Iterable[Any] | str | Path | None = None,
+    texts: Iterable[Any] | Texts | str | Path | None = None,
     *,
-    dialogues: Iterable[Any] | str | Path | None = None,
+    dialogues: Iterable[Any] | Texts | str | Path | None = None,
     tasks: Sequence[str | Path] = (),
     prompts: Sequence[str] = (),
     tokenizer: Any = None,
     names: Sequence[str] | None = None,
     config: EvalConfig | None = None,
     progress: Progress | None = None,
+    warn: Warn | None = None,
     **settings: Any,
 ) -> EvalResult:
     """Measure how far exports are from their source.
@@ -46,7 +48,7 @@ def evaluate(
     tasks: files of numeric problems (GSM8K, SVAMP, CMATH). prompts: texts whose routing is traced token by token in
     every model (`result.traces`). tokenizer: taken from the source's folder unless given.
     names: what exports are called in the report. config or settings: fields of `EvalConfig`. progress: told of every
-    step.
+    step. warn: told of folders that are doubtful before any model runs; the result's notes say it as well.
 
     Without texts the figures are those of the dialogues' answers. Scoring runs the source once over the text and each
     export once (1 + N passes), besides `diagnose` windows looked at in parts. Raises UserError for settings, texts or
@@ -55,8 +57,10 @@ def evaluate(
     started, cpu = time.monotonic(), time.process_time()
     config = replace(config or EvalConfig(), **settings)
     gates = parse_gates(config.gates)
-    with Session(source, list(exports), names, tokenizer, config, progress) as session:
-        text, talk = _plan(session, _rows(texts), _rows(dialogues))
+    data, talks = _read_data(texts), _read_data(dialogues)
+    with Session(source, list(exports), names, tokenizer, config, progress, warn) as session:
+        session.notes += [warning for found in (data, talks) if found is not None for warning in found.warnings]
+        text, talk = _plan(session, data, talks)
         _run(session, text, talk, prompts)
         result = assemble(session, text, talk, diagnose(session, text, talk), run_tasks(session, tasks))
     return replace(
@@ -69,21 +73,32 @@ def evaluate(
     )
 
 
-def _rows(texts: Iterable[Any] | str | Path | None) -> list[Any] | None:
+@dataclass(frozen=True, kw_only=True)
+class _Data:
+    """Rows of a text or of dialogues, how many empty ones their reader passed over, and what it warned of."""
+
+    rows: list[Any]
+    rows_empty: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def _read_data(texts: Iterable[Any] | Texts | str | Path | None) -> _Data | None:
     if texts is None:
         return None
     if isinstance(texts, str | Path):
-        from glm5_quant.model.texts import read_texts
-
-        return list(read_texts(texts, split="test").rows)
-    return list(getattr(texts, "rows", texts))
+        return _read_data(read_texts(texts, split="test"))
+    if isinstance(texts, Texts):
+        return _Data(rows=list(texts.rows), rows_empty=texts.rows_empty, warnings=texts.warnings)
+    return _Data(rows=list(getattr(texts, "rows", texts)))
 
 
 def _plan(
-    session: Session, rows: list[Any] | None, dialogues: list[Any] | None
+    session: Session, texts: _Data | None, dialogues: _Data | None
 ) -> tuple[TextPart | None, DialoguePart | None]:
     """Both parts, planned before any model runs, so that what cannot work fails at once."""
-    talk = dialogue_part(session, dialogues) if session.config.long_dialogue else None
+    rows = None if texts is None else texts.rows
+    talked = None if dialogues is None else dialogues.rows
+    talk = dialogue_part(session, talked) if session.config.long_dialogue else None
     if talk is None and session.config.kv_cache != "fp16":
         session.notes.append(
             f"the {session.config.kv_cache} KV cache is read back in long dialogues only: none were asked for"
@@ -94,7 +109,7 @@ def _plan(
         from glm5_quant.model.tiny.corpus import evaluation_dialogues
 
         rows = evaluation_dialogues(8, 40)
-    return None if rows is None else text_part(session, rows), talk
+    return None if rows is None else text_part(session, rows, texts.rows_empty if texts is not None else 0), talk
 
 
 def _run(session: Session, text: TextPart | None, talk: DialoguePart | None, prompts: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from glm5_quant.eval.critical import read_critical_words
 from glm5_quant.eval.loading import names_of, open_runner, other_tokenizers, same_vocabulary, tokenizer_of
 from glm5_quant.eval.model_parts import decoder_layers, experts_of
 from glm5_quant.eval.prefix import find_prefix
+from glm5_quant.eval.provenance import look_at
 from glm5_quant.eval.result import RoutingTrace
 from glm5_quant.eval.routing import routing_trace
 from glm5_quant.eval.runner import Runner
@@ -22,6 +23,8 @@ from glm5_quant.eval.vocabulary import numeric_mask
 
 Progress = Callable[[str, int, int | None], None]
 """Called as (stage, done, total or None) while work goes on."""
+Warn = Callable[[str], None]
+"""Called with each warning as soon as it is known."""
 
 
 class Session:
@@ -38,6 +41,7 @@ class Session:
         tokenizer: Any,
         config: EvalConfig,
         progress: Progress | None,
+        warn: Warn | None = None,
     ) -> None:
         self.config, self.progress = config, progress or (lambda stage, done, total: None)
         self.names = names_of(exports, names)
@@ -45,13 +49,18 @@ class Session:
         self.source_model, self.export_models = source, exports
         self.tokenizer = tokenizer if tokenizer is not None else tokenizer_of(source, exports)
         self.prefix = find_prefix(self.tokenizer, config.prefix)
+        seen = look_at(source, exports, self.names, config)
+        self.packed = seen.packed
+        if warn is not None:
+            for warning in seen.warnings:
+                warn(warning)
         self.source: Runner | None = open_runner(source, config)
         self.source_name = self.source.name
         self.max_positions, self.vocab_size = self.source.max_positions, self.source.vocab_size
         self.layers = int(getattr(self.source.config, "num_hidden_layers", 0) or 0)
         self.marker = Marker(numeric_mask(self.tokenizer, self.vocab_size))
         self.opened: dict[int, Runner] = {}
-        self.notes: list[str] = other_tokenizers(source, exports, self.names)
+        self.notes: list[str] = [*seen.warnings, *other_tokenizers(source, exports, self.names)]
         self.read: dict[int | None, int] = {}
         self.traces: list[RoutingTrace] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="glm5-quant-")

@@ -14,6 +14,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 DASHES = ("", "7 3", "2 3", "9 3 2 3", "4 4", "1 4", "12 4")
 WIDTH, HEIGHT = 480, 270
 LEFT, RIGHT, TOP, BOTTOM = 62, 12, 12, 44
+GAP, NAME_AT, NAME_DEPTH, DIGIT, POINT = 6, 14, 8, 8.4, 4.4
+"""Tick label to axis, base line of the y axis's name and what it takes to the right of it (letters that hang down, and
+air), and the widths of a digit and a point in the widest of the page's fonts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +42,11 @@ class Frame:
     high_x: float
     low_y: float
     high_y: float
+    left: float = LEFT
 
     def x(self, value: float) -> float:
         """Picture x of a value."""
-        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - LEFT - RIGHT)
+        return self.left + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
         """Picture y of a value."""
@@ -68,6 +72,12 @@ def label(value: float) -> str:
     return f"{value:.10g}" if abs(value) >= 1 else f"{value:.4g}"
 
 
+def margin(y_ticks: Sequence[float]) -> float:
+    """Where the plot begins, so that the name of the y axis stands to the left of its widest tick label."""
+    widest = max(sum(POINT if letter == "." else DIGIT for letter in label(value)) for value in y_ticks)
+    return max(float(LEFT), NAME_AT + NAME_DEPTH + widest + GAP)
+
+
 def lines(series: Sequence[Series], x_label: str, y_label: str, level: float | None = None) -> str:
     """A line chart; `level` draws a thin reference line across. "" when there is nothing to draw."""
     drawn = [found for found in series if found.points]
@@ -78,11 +88,12 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, level: float | N
     ys = [y for found in drawn if not found.faint for _, y in found.points]
     ys += [end for found in drawn for _, *ends in found.bars for end in ends] + ([] if level is None else [level])
     y_ticks, x_ticks = ticks(min(ys), max(ys)), ticks(min(xs), max(xs), 6, whole=True)
-    frame = Frame(low_x=min(xs), high_x=max(max(xs), min(xs) + 1), low_y=y_ticks[0], high_y=y_ticks[-1])
+    high_x = max(max(xs), min(xs) + 1)
+    frame = Frame(low_x=min(xs), high_x=high_x, low_y=y_ticks[0], high_y=y_ticks[-1], left=margin(y_ticks))
     parts = _axes(frame, [x for x in x_ticks if frame.low_x <= x <= frame.high_x], y_ticks, x_label, y_label)
     if level is not None:
         y = frame.y(level)
-        parts.append(f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<line class="level" x1="{frame.left:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
     parts += [_line(found, frame) for found in sorted(drawn, key=lambda found: not found.faint)]
     keys = [(found.name, found.colour, _dash(found)) for found in drawn if not found.faint]
     return _picture(parts, f"{y_label} by {x_label}") + legend(keys)
@@ -103,7 +114,7 @@ def _line(found: Series, frame: Frame) -> str:
         text += "".join(f'<circle {place} r="2.6" fill="{colour}"/>' for place in places)
     shift = (found.colour - 1) * 2.5
     for x, low, high in found.bars:
-        at, top, bottom = min(max(frame.x(x) + shift, LEFT + 2), WIDTH - RIGHT - 2), frame.y(high), frame.y(low)
+        at, top, bottom = min(max(frame.x(x) + shift, frame.left + 2), WIDTH - RIGHT - 2), frame.y(high), frame.y(low)
         text += (
             f'<path d="M{at:.1f},{top:.1f}V{bottom:.1f}M{at - 4:.1f},{top:.1f}h8M{at - 4:.1f},{bottom:.1f}h8" '
             f'stroke="{colour}" stroke-width="1.6" fill="none"/>'
@@ -126,7 +137,7 @@ def bars(
     if not values or not groups:
         return ""
     y_ticks = ticks(0.0, max(values) or 1.0)
-    frame = Frame(low_x=0, high_x=len(groups), low_y=0, high_y=y_ticks[-1])
+    frame = Frame(low_x=0, high_x=len(groups), low_y=0, high_y=y_ticks[-1], left=margin(y_ticks))
     parts = _axes(frame, [], y_ticks, "", y_label)
     width = (frame.x(1) - frame.x(0)) * 0.8 / len(series)
     for place, group in enumerate(groups):
@@ -149,21 +160,22 @@ def _paint(colour: int, hollow: bool) -> str:
 
 
 def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
-    plot = f'x="{LEFT}" y="{TOP}" width="{WIDTH - LEFT - RIGHT}" height="{HEIGHT - TOP - BOTTOM}"'
+    left = frame.left
+    plot = f'x="{left:.1f}" y="{TOP}" width="{WIDTH - left - RIGHT:.1f}" height="{HEIGHT - TOP - BOTTOM}"'
     parts = [f'<defs><clipPath id="plot"><rect {plot}/></clipPath></defs>']
     for value in y_ticks:
         y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(LEFT - 6, y + 4, label(value), "end"))
+        parts.append(f'<line class="grid" x1="{frame.left:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(left - GAP, y + 4, label(value), "end"))
     for value in x_ticks:
         parts.append(
             f'<line class="axis" x1="{frame.x(value):.1f}" x2="{frame.x(value):.1f}" y1="{HEIGHT - BOTTOM}" '
             f'y2="{HEIGHT - BOTTOM + 4}"/>'
         )
         parts.append(_text(frame.x(value), HEIGHT - BOTTOM + 17, label(value), "middle"))
-    parts.append(f'<path class="axis" d="M{LEFT},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none"/>')
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
-    place = f'transform="translate(14,{(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle"'
+    parts.append(f'<path class="axis" d="M{left:.1f},{TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}" fill="none"/>')
+    parts.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "middle"))
+    place = f'transform="translate({NAME_AT},{(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle"'
     parts.append(f'<text class="name" {place}>{escape(y_label)}</text>')
     return parts
 

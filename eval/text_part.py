@@ -17,12 +17,14 @@ from glm5_quant.model.errors import UserError
 
 @dataclass
 class TextPart:
-    """Windows to read and what was found: the source's pass, and the exports' by index."""
+    """Windows to read and what was found: the source's pass, and the exports' by index. `empty_rows`: rows that the
+    reader of the data passed over as empty, which are not among `rows`."""
 
     session: Session
     rows: list[Any]
     plan: WindowPlan
     encoder: Encoder
+    empty_rows: int = 0
     base: Pass | None = None
     passes: dict[int, Pass] = field(default_factory=dict)
     routing: dict[int, RoutingDrift] = field(default_factory=dict)
@@ -32,6 +34,11 @@ class TextPart:
         yield from as_documents(self.rows, self.session.tokenizer)
         if self.session.config.stress:
             yield from stress_documents(as_documents(self.rows, self.session.tokenizer), self.session.config.seed)
+
+    @property
+    def passed_over(self) -> int:
+        """`empty_rows` where the whole text was read; of a part of it nobody knows how many lay in there."""
+        return self.empty_rows if self.encoder.seen >= len(self.rows) else 0
 
     def batches(self) -> Iterator[Batch]:
         """Batches from the start; the same ones every time."""
@@ -66,8 +73,9 @@ class TextPart:
         self.passes.update(zip(group, passes, strict=True))
 
 
-def text_part(session: Session, rows: list[Any]) -> TextPart:
+def text_part(session: Session, rows: list[Any], empty_rows: int = 0) -> TextPart:
     """Plan the windows of a text; UserError when they cannot be made."""
     config = session.config
     plan = plan_windows(config.window, config.stride, session.prefix.ids, session.max_positions)
-    return TextPart(session, rows, plan, Encoder(session.tokenizer, session.prefix, session.words))
+    encoder = Encoder(session.tokenizer, session.prefix, session.words)
+    return TextPart(session, rows, plan, encoder, empty_rows)

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.families import Family, disk_name, expert_linears, model_config, name_prefix, read_linear
+from glm5_quant.model.families import (
+    Family,
+    check_experts,
+    check_sizes,
+    disk_name,
+    expert_linears,
+    model_config,
+    name_prefix,
+    read_linear,
+)
 
 ALWAYS_FP32 = ("e_score_correction_bias",)  # in BF16, 238 distinct values of GLM-5.2 become 8 and other experts win
 STACK = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\..*\bexperts\.(?P<part>gate_up_proj|down_proj)")
@@ -33,6 +42,7 @@ def build_empty(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    check_sizes(checkpoint)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
     attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
     with init_empty_weights(include_buffers=True):
@@ -93,6 +103,27 @@ def fill(
             missing.append(full)
         else:
             _assign(module, name, value)
+    _refuse_missing(checkpoint, missing)
+
+
+def check_parameters(checkpoint: Checkpoint, family: Family) -> None:
+    """Raise what `fill` would raise of the whole model's names and shapes, from headers alone: no tensor is read.
+
+    Takes a source, or an export's `plain_view`.
+    """
+    model = build_empty(checkpoint, checkpoint.dtype)
+    prefix, missing, has_stacks = name_prefix(checkpoint), [], False
+    for full, old in model.state_dict(keep_vars=True).items():
+        if family.has_experts and STACK.fullmatch(full):
+            has_stacks = True
+        elif _source(checkpoint, family, full, prefix, old) is None:
+            missing.append(full)
+    _refuse_missing(checkpoint, missing)
+    if has_stacks:
+        check_experts(checkpoint, family)
+
+
+def _refuse_missing(checkpoint: Checkpoint, missing: list[str]) -> None:
     if missing:
         raise UserError(f"{len(missing)} tensors are not in the checkpoint", file=checkpoint.folder, item=missing[0])
 
@@ -100,11 +131,18 @@ def fill(
 def _single(
     checkpoint: Checkpoint, family: Family, full: str, prefix: str, old: Tensor, dtype: torch.dtype, module: nn.Module
 ) -> Tensor | None:
-    source = disk_name(checkpoint, family, full, prefix=prefix)
-    if source is None and full == "lm_head.weight" and _is_tied(checkpoint):
+    if full == "lm_head.weight" and disk_name(checkpoint, family, full, prefix=prefix) is None and _is_tied(checkpoint):
         embedding = dict(module.named_parameters(remove_duplicate=False)).get("model.embed_tokens.weight")
         if embedding is not None:
             return embedding
+    source = _source(checkpoint, family, full, prefix, old)
+    return None if source is None else checkpoint.read(source, dtype if old.is_floating_point() else None)
+
+
+def _source(checkpoint: Checkpoint, family: Family, full: str, prefix: str, old: Tensor) -> str | None:
+    """The tensor on disk of a parameter, of its shape; a tied head's is the embedding. None where there is none."""
+    source = disk_name(checkpoint, family, full, prefix=prefix)
+    if source is None and full == "lm_head.weight" and _is_tied(checkpoint):
         source = disk_name(checkpoint, family, "model.embed_tokens.weight", prefix=prefix)
     if source is None:
         return None
@@ -117,7 +155,7 @@ def _single(
             found=list(info.shape),
             expected=list(old.shape),
         )
-    return checkpoint.read(source, dtype if old.is_floating_point() else None)
+    return source
 
 
 def _is_tied(checkpoint: Checkpoint) -> bool:

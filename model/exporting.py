@@ -21,9 +21,9 @@ from glm5_quant.model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import SCALE, ExportPlan, make_plan, tensor_parallel_sizes
 from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors
-from glm5_quant.model.files import INDEX_NAME
+from glm5_quant.model.files import INDEX_NAME, expanded
 from glm5_quant.model.fp8 import Fp8Scheme
-from glm5_quant.model.journal import Journal, config_digest, file_sha256, open_journal, shard_digest
+from glm5_quant.model.journal import Journal, file_sha256, open_journal
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.safetensors_header import read_header
 from glm5_quant.model.scheme import NUMERIC_KEY, InputScheme, Scheme, export_config, rotation_of
@@ -97,8 +97,8 @@ def export(
     """
     if max_shard_bytes < 1:
         raise UserError("setting out of range", item="max_shard_bytes", found=max_shard_bytes, expected="1 or more")
-    output = Path(output).absolute()
-    inputs = _open(checkpoint, Path(journal))
+    output = expanded(output).absolute()
+    inputs = _open(checkpoint, expanded(journal))
     staging.check_place(output, inputs.source.folder, inputs.journal.folder)
     layout = _Layout.of(inputs, max_shard_bytes)
     stage = staging.open_stage(output, layout.fingerprint(inputs), set(layout.names), overwrite=overwrite)
@@ -204,11 +204,7 @@ def _check_layers(journal: Journal) -> None:
 
 
 def _check_source(source: Checkpoint, journal: Journal) -> None:
-    record = journal.manifest.source
-    found = {path.name: shard_digest(path) for path in source.shards}
-    differing = sorted(n for n in found.keys() | record.shards.keys() if found.get(n) != record.shards.get(n))
-    if record.config_sha256 != config_digest(source.config):
-        differing.insert(0, "config.json")
+    differing = journal.manifest.source.differing(source.config, source.shards)
     if differing:
         raise UserError(
             "the journal was made from another model",

@@ -194,6 +194,8 @@ def model_config(config: Mapping[str, Any], *, file: Path | str | None = None) -
     return made
 
 
+_EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_ENOUGH_MISSING = 10_000
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
 
 
@@ -237,8 +239,25 @@ def is_sparse(family: Family, config: Any, layer: int) -> bool:
 
 def expert_count(config: Any) -> int:
     """Routed experts of a MoE layer, whatever the config calls them."""
-    keys = ("n_routed_experts", "num_experts", "num_local_experts")
-    return next((int(getattr(config, key)) for key in keys if getattr(config, key, None) is not None), 0)
+    return next((int(getattr(config, key)) for key in _EXPERT_KEYS if getattr(config, key, None) is not None), 0)
+
+
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Refuse counts of layers and experts that the tensors there are cannot make, before anything loops over them."""
+    tensors = checkpoint.tensors
+    stacks = max((info.shape[0] for info in tensors.values() if len(info.shape) == 3), default=0)
+    limits = {"num_hidden_layers": len(tensors), **dict.fromkeys(_EXPERT_KEYS, max(len(tensors), stacks))}
+    for key, limit in limits.items():
+        count = checkpoint.config.get(key)
+        if isinstance(count, int) and count > limit:
+            raise UserError(
+                "more than the weights of this checkpoint can make",
+                file=checkpoint.config_file,
+                item=key,
+                found=f"{count:,}",
+                expected=f"{limit:,} at most, for {len(tensors):,} tensors",
+                hint="config.json is damaged or belongs to another model",
+            )
 
 
 def linears(checkpoint: Checkpoint, family: Family) -> list[Linear]:
@@ -248,7 +267,11 @@ def linears(checkpoint: Checkpoint, family: Family) -> list[Linear]:
     """
     _refuse_quantized(checkpoint)
     finder = _Finder(checkpoint, family)
-    result = [linear for layer in range(finder.config.num_hidden_layers) for linear in finder.layer(layer)]
+    result: list[Linear] = []
+    for layer in range(finder.config.num_hidden_layers):
+        result += finder.layer(layer)
+        if len(finder.missing) > max(len(checkpoint.tensors), _ENOUGH_MISSING):
+            break
     finder.check_missing()
     return result
 
@@ -261,6 +284,16 @@ def expert_linears(checkpoint: Checkpoint, family: Family, layer: int) -> list[L
     return found
 
 
+def check_experts(checkpoint: Checkpoint, family: Family) -> None:
+    """Raise what `expert_linears` would raise for any layer, without looking for what else is quantized."""
+    finder = _Finder(checkpoint, family)
+    for layer in range(finder.config.num_hidden_layers):
+        if is_sparse(family, finder.config, layer):
+            for _ in finder.experts(layer):
+                pass
+    finder.check_missing()
+
+
 def read_linear(checkpoint: Checkpoint, linear: Linear, dtype: torch.dtype | None = None) -> Tensor:
     """The matrix [n, k] of a linear, from its own tensor or from its rows of a fused stack."""
     index, start, stop = linear.slice
@@ -269,6 +302,7 @@ def read_linear(checkpoint: Checkpoint, linear: Linear, dtype: torch.dtype | Non
 
 def mtp_tensors(checkpoint: Checkpoint, family: Family) -> list[str]:
     """Tensors of multi-token-prediction layers, which transformers never builds; an export copies them as they are."""
+    check_sizes(checkpoint)
     prefix = name_prefix(checkpoint)
     first = int(model_config(checkpoint.config, file=checkpoint.config_file).num_hidden_layers)
 
@@ -301,8 +335,9 @@ class _Finder:
 
     def __init__(self, checkpoint: Checkpoint, family: Family) -> None:
         self.checkpoint, self.family = checkpoint, family
-        self.config = model_config(checkpoint.config, file=checkpoint.config_file)
         self.prefix = name_prefix(checkpoint)
+        check_sizes(checkpoint)
+        self.config = model_config(checkpoint.config, file=checkpoint.config_file)
         self.missing: list[str] = []
         self.expert_total = self.total = 0
 

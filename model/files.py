@@ -23,9 +23,22 @@ WEIGHT_ENDINGS = (*PICKLE_ENDINGS, ".safetensors", ".gguf", ".h5", ".msgpack", "
 LEFT_BEHIND_ENDINGS = (".index.json", ".lock", ".tmp", ".incomplete", ".pyc")
 
 
+def expanded(path: str | Path) -> Path:
+    """A path from outside with a leading `~` or `~user` put in full. UserError for a user that does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        if Path(path).exists():
+            return Path(path)
+        user = Path(path).parts[0]
+        raise UserError(
+            f"{user} is nobody's home folder here", file=path, hint=f"Give the path in full, or as ./{path}"
+        ) from None
+
+
 def source_folder(path_or_hub_id: str | Path) -> Path:
     """An existing folder, or the local snapshot of a hub id. UserError when it is neither."""
-    path = Path(path_or_hub_id)
+    path = expanded(path_or_hub_id)
     if path.is_dir():
         return path.absolute()
     if path.exists():
@@ -152,6 +165,11 @@ def side_files(folder: Path) -> list[Path]:
             _check_link(path, folder)
             kept.append(path)
     return kept
+
+
+def check_side_files(folder: Path) -> None:
+    """Refuse early what an export would refuse: a link out of the folder among the files that are copied along."""
+    side_files(folder)
 
 
 def _check_link(path: Path, folder: Path) -> None:

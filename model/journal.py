@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,12 @@ class SourceRecord(_Record):
     dtype: str
     config_sha256: str
     shards: dict[str, str]
+
+    def differing(self, config: dict[str, Any], shards: Iterable[Path]) -> list[str]:
+        """Names of a checkpoint's files that are not those of this record, config.json first."""
+        found = {path.name: shard_digest(path) for path in shards}
+        names = sorted(n for n in found.keys() | self.shards.keys() if found.get(n) != self.shards.get(n))
+        return ["config.json"] * (self.config_sha256 != config_digest(config)) + names
 
 
 class DataRecord(_Record):

@@ -125,4 +125,4 @@ def write_shard(path: Path, specs: Iterable[Spec], read: Callable[[str], Tensor]
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """A tensor's values in C order as bytes, without a copy where it is contiguous already."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -10,7 +10,8 @@ reader can load the folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +20,27 @@ from typing import Any
 from glm5_quant.model import atomic
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.files import INDEX_NAME, read_json
+from glm5_quant.model.journal import SIDECAR_PREFIX
 
 STAGE_NAME = ".glm5-quant-export.part"
 CONFIG_NAME = "config.json"
 LAST = (INDEX_NAME, CONFIG_NAME)
-_MODEL_MARKS = ("*.safetensors", "*.bin", "*.gguf", CONFIG_NAME, INDEX_NAME)
+_SIDECAR_FOLDER = SIDECAR_PREFIX.rstrip("/")
+_SIDECAR_FILE = re.compile(r"\.?eampq(\.json|-\d+-of-\d+\.safetensors)")
+_MODEL_ENDINGS = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".tiktoken", ".gitattributes")
+_MODEL_FILE = re.compile(
+    r"(README|LICENSE|LICENCE|NOTICE)(\.\w+)?|(merges|vocab)\.txt|(modeling|configuration|tokenization)_\w+\.py"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """An output folder that was checked and made ready. `leftovers`: what a killed export left there, in words."""
+    """An output folder that was checked and made ready. `replaced`: what lay there and makes room, by name;
+    `leftovers`: what a killed export left there, in words."""
 
     output: Path
     created: bool
+    replaced: frozenset[str]
     leftovers: tuple[str, ...]
 
     @property
@@ -43,12 +52,11 @@ class Stage:
         return self.folder / "files"
 
     def publish(self, names: Iterable[str]) -> None:
-        """Move the finished files out; exactly they remain. The index comes second to last, config.json last."""
+        """Move the finished files out in the place of what was replaced. The index comes second to last, config.json
+        last. What appeared in the folder since it was checked stays."""
         atomic.write_bytes(self.folder / "publishing", b"")
-        old = sorted(self.output.iterdir(), key=lambda path: (path.name not in LAST, path.name))
-        for path in old:
-            if path.name != STAGE_NAME:
-                atomic.remove(path)
+        for name in sorted(self.replaced, key=lambda name: (name not in LAST, name)):
+            atomic.remove(self.output / name)
         ordered = [name for name in names if name not in LAST] + list(LAST)
         try:
             for name in ordered:
@@ -83,40 +91,90 @@ def check_place(output: Path, *protected: Path) -> None:
             )
 
 
+def check_apart(work_dir: Path, model_folder: Path) -> None:
+    """Refuse a work folder that is the model's folder or lies inside it: nothing is ever written into a source."""
+    place, other = work_dir.resolve(), model_folder.resolve()
+    if place == other or other in place.parents:
+        raise UserError(
+            "the work folder must lie outside the model folder",
+            file=work_dir,
+            found=f"it {'is' if place == other else 'lies inside'} {model_folder}",
+            hint="Choose another work folder",
+        )
+
+
 def open_stage(output: Path, plan: dict[str, Any], names: set[str], *, overwrite: bool) -> Stage:
     """Check the output folder (content, rights) and make its stage; what a killed run of the same plan finished stays.
 
     Raises:
-        UserError: a non-empty folder without `overwrite`; with it, one that does not look like a model folder.
+        UserError: a non-empty folder without `overwrite`; with it, one that is no model folder, or holds anything
+            that does not belong to a model.
     """
-    if output.is_dir():
-        _check_content(output, names, overwrite)
+    replaced = _check_content(output, names, overwrite) if output.is_dir() else frozenset[str]()
     created = atomic.make_folder(output)
     atomic.check_writable(output)
-    stage = Stage(output=output, created=created, leftovers=tuple(_take_up(output, plan, names)))
+    stage = Stage(output=output, created=created, replaced=replaced, leftovers=tuple(_take_up(output, plan, names)))
     stage.files.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(stage.folder / "plan.json", atomic.json_bytes(plan))
     return stage
 
 
-def _check_content(output: Path, names: set[str], overwrite: bool) -> None:
-    entries = [path.name for path in output.iterdir() if path.name != STAGE_NAME]
+def _check_content(output: Path, names: set[str], overwrite: bool) -> frozenset[str]:
+    """Names of what lies in the folder and makes room for the export."""
+    entries = frozenset(path.name for path in output.iterdir() if path.name != STAGE_NAME)
     publishing = (output / STAGE_NAME / "publishing").exists()
     tops = {name.split("/")[0] for name in names}
-    foreign = sorted(entry for entry in entries if not (publishing and entry in tops))
-    if not foreign:
-        return
+    others = sorted(entry for entry in entries if not (publishing and entry in tops))
+    if not others:
+        return entries
     if not overwrite:
         hint = "Choose another folder, or replace its content with --overwrite"
-        raise UserError("the output folder is not empty", file=output, found=", ".join(foreign[:5]), hint=hint)
-    if not any(True for mark in _MODEL_MARKS for _ in output.glob(mark)):
+        raise UserError("the output folder is not empty", file=output, found=", ".join(others[:5]), hint=hint)
+    # A killed export that was moving out has been through this, and its config.json may be gone already.
+    if not publishing and not _is_model(output):
         raise UserError(
             "not replacing a folder that does not look like a model",
             file=output,
-            found=", ".join(foreign[:5]),
-            expected="config.json or weight files in it",
+            found=", ".join(others[:5]),
+            expected="an earlier export, or config.json with a model_type beside *.safetensors",
             hint="Choose another output folder",
         )
+    foreign = sorted(entry for entry in others if _is_foreign(output / entry, output, names))
+    if foreign:
+        raise UserError(
+            "not replacing a folder that holds more than a model",
+            file=output,
+            item=foreign[0],
+            found=", ".join(foreign[:5]),
+            expected="only files of a model or of an earlier export",
+            hint="Move it away, or choose another output folder",
+        )
+    return entries
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether a folder is an export of ours or plainly a checkpoint."""
+    for name, key in ((f"{_SIDECAR_FOLDER}/eampq.json", "format"), (CONFIG_NAME, "model_type")):
+        try:
+            value = read_json(folder / name).get(key)
+        except UserError:
+            continue
+        if value == "eampq" if key == "format" else isinstance(value, str) and any(folder.glob("*.safetensors")):
+            return True
+    return False
+
+
+def _is_foreign(path: Path, output: Path, names: Collection[str]) -> bool:
+    """Whether something in an output folder is neither part of a model nor replaced by a file of the new export."""
+    if path.is_symlink():  # only the link goes
+        return False
+    if path.is_dir():
+        return any(_is_foreign(inner, output, names) for inner in path.iterdir()) or not any(path.iterdir())
+    name = path.relative_to(output).as_posix()
+    if "/" in name:
+        own = path.parent.name == _SIDECAR_FOLDER and path.parent.parent == output
+        return name not in names and not (own and _SIDECAR_FILE.fullmatch(path.name))
+    return not (name in names or name.endswith(_MODEL_ENDINGS) or _MODEL_FILE.fullmatch(name) or atomic.is_part(path))
 
 
 def _take_up(output: Path, plan: dict[str, Any], names: set[str]) -> list[str]:

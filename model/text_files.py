@@ -38,9 +38,33 @@ def format_of(path: Path) -> str | None:
 
 
 def data_files(folder: Path) -> list[Path]:
-    """Every data file below `folder` in name order, so that the order in which a disk lists files changes nothing."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
-    return sorted(path for path in found if _suffix(path) in FORMATS and _suffix(path) not in NOT_IN_FOLDERS)
+    """Every data file below `folder` in name order, so that the order in which a disk lists files changes nothing.
+
+    Links to folders are followed, each folder once. A link to nothing counts, so that reading it names it.
+    Raises UserError naming a folder that cannot be listed.
+    """
+    return sorted(path for path in _files_below(folder, set()) if _is_data(path))
+
+
+def _is_data(path: Path) -> bool:
+    return _suffix(path) in FORMATS and _suffix(path) not in NOT_IN_FOLDERS
+
+
+def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    try:
+        stat = folder.stat()
+        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        inner = [path for path in paths if path.is_dir()]
+        files = [path for path in paths if path not in inner and (path.is_file() or path.is_symlink())]
+    except OSError as error:
+        raise UserError("this folder cannot be read", file=folder, found=error.strerror or str(error)) from error
+    if (stat.st_dev, stat.st_ino) in seen:
+        return
+    seen.add((stat.st_dev, stat.st_ino))
+    # Real folders first, so that a link to one of them is what is passed over.
+    for path in sorted(inner, key=lambda path: path.is_symlink()):
+        yield from _files_below(path, seen)
+    yield from files
 
 
 def rows_of(path: Path) -> Iterator[Row]:
@@ -67,13 +91,23 @@ def rows_of(path: Path) -> Iterator[Row]:
         raise UserError("cannot be read", file=path, found=error.strerror or str(error)) from error
 
 
+def check_characters(text: str, file: str | Path, item: str) -> None:
+    """Refuse half of a surrogate pair (JSON can spell it, "\\ud83d"): no tokenizer and no file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            "half a character: a surrogate without its other half",
+            file=file,
+            item=item,
+            found=ascii(text[error.start]).strip("'"),
+            hint="The text was cut inside an emoji or the like: repair the row or leave it out",
+        ) from error
+
+
 def _suffix(path: Path) -> str:
     name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     return name.suffix.lower()
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _open_text(path: Path) -> IO[str]:
@@ -105,6 +139,8 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[Row]:
                 raise UserError(
                     "not JSON", file=path, item=f"line {number}", found=f"{error.msg} at column {error.colno}"
                 ) from error
+            except RecursionError as error:
+                raise UserError("JSON nested too deeply", file=path, item=f"line {number}") from error
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -114,6 +150,8 @@ def _json_rows(path: Path) -> Iterator[Row]:
         return
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise UserError("JSON nested too deeply", file=path) from error
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise UserError("not JSON", file=path, item=f"line {error.lineno}", found=error.msg) from error

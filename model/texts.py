@@ -6,14 +6,16 @@ Its file and line stay with it, so that every later complaint can name them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 from glm5_quant.model.hub_texts import hub_rows, looks_like_hub_id
-from glm5_quant.model.text_files import data_files, format_of, rows_of
+from glm5_quant.model.text_files import check_characters, data_files, format_of, rows_of
 from glm5_quant.model.tokenizing import load_tokenizer as load_tokenizer
 
 COLUMNS = ("text", "messages", "conversations", "turns")
@@ -21,6 +23,8 @@ COLUMNS = ("text", "messages", "conversations", "turns")
 
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "text", "value")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_SPLITS = ("train", "validation", "valid", "dev", "test")
+_SHOWN_FILES = 5
 _SPLIT_NAMES = {"validation": ("validation", "valid", "dev")}
 
 
@@ -65,8 +69,8 @@ def read_texts(
     """Read documents from a file, a folder or a hub data set.
 
     Files: .txt (the whole file is one document), .jsonl, .json, .parquet, each also as .gz. A folder gives its data
-    files in name order; where some of them are named after `split`, only those. A name that is no path is asked for
-    as a hub data set (`owner/name` or `owner/name:config`) in that split.
+    files in name order; where some of them are named after `split`, only those, with a warning. A name that is no path
+    is asked for as a hub data set (`owner/name` or `owner/name:config`) in that split.
 
     Rows hold `text`, or a dialogue in `messages`, `conversations` or `turns` ({role|from|speaker, content|text|value});
     turns with a `speaker` but no role become a transcript, since a chat template knows no speakers. `column` names
@@ -78,7 +82,8 @@ def read_texts(
     if limit is not None and limit < 1:
         raise UserError("limit must be at least 1", found=limit)
     rows, rows_in, rows_empty, files = [], 0, 0, dict[str, None]()
-    for file, line, value in _raw_rows(name, split):
+    raw, left_out = _raw_rows(name, split)
+    for file, line, value in raw:
         files[file] = None
         rows_in += 1
         document = _document(value, column, file, line)
@@ -101,7 +106,7 @@ def read_texts(
         rows_in=rows_in,
         rows_empty=rows_empty,
         files=tuple(files),
-        warnings=_warnings(name, rows, rows_in, rows_empty, limit),
+        warnings=(*left_out, *_warnings(name, rows, rows_in, rows_empty, limit)),
     )
 
 
@@ -116,20 +121,26 @@ def _warnings(name: str, rows: list[Text], rows_in: int, rows_empty: int, limit:
     return tuple(found)
 
 
-def _raw_rows(name: str, split: str) -> Iterator[tuple[str, int, Any]]:
-    path = Path(name).expanduser()
+def _raw_rows(name: str, split: str) -> tuple[Iterator[tuple[str, int, Any]], tuple[str, ...]]:
+    """(file, line, value) of every row of a source, and what to say about files that are left out."""
+    path = expanded(name)
     if name and path.is_dir():
-        for file in _folder_files(path, split):
-            yield from ((str(file), line, value) for line, value in rows_of(file))
-    elif name and path.exists():
-        yield from ((str(path), line, value) for line, value in rows_of(path))
-    elif looks_like_hub_id(name) and format_of(path) in (None, "text"):
-        yield from ((name, line, value) for line, value in hub_rows(name, split))
-    else:
-        raise UserError("no such file or folder", file=name or "''", expected="a file, a folder or a hub data set id")
+        files, left_out = _folder_files(path, split)
+        return _rows_of_files(files), left_out
+    if name and path.exists():
+        return _rows_of_files([path]), ()
+    if looks_like_hub_id(name) and format_of(path) in (None, "text"):
+        return ((name, line, value) for line, value in hub_rows(name, split)), ()
+    raise UserError("no such file or folder", file=name or "''", expected="a file, a folder or a hub data set id")
 
 
-def _folder_files(folder: Path, split: str) -> list[Path]:
+def _rows_of_files(files: list[Path]) -> Iterator[tuple[str, int, Any]]:
+    for file in files:
+        yield from ((str(file), line, value) for line, value in rows_of(file))
+
+
+def _folder_files(folder: Path, split: str) -> tuple[list[Path], tuple[str, ...]]:
+    """The data files of a folder (where some are named after the split, only those), and a warning about the rest."""
     files = data_files(folder)
     if not files:
         here = sorted(path.name for path in folder.iterdir())[:8]
@@ -141,13 +152,18 @@ def _folder_files(folder: Path, split: str) -> list[Path]:
         )
     words = _SPLIT_NAMES.get(split, (split,))
     named = [file for file in files if _split_word(file.relative_to(folder)) in words]
-    return named or files
+    if not named or len(named) == len(files):
+        return files, ()
+    shown = [file.relative_to(folder).as_posix() for file in named[:_SHOWN_FILES]]
+    shown += [f"and {len(named) - _SHOWN_FILES} more"] * (len(named) > _SHOWN_FILES)
+    said = f"{len(named)} of {len(files)} files read: those named {split}: {', '.join(shown)}"
+    return named, (f"{folder}: {said}",)
 
 
 def _split_word(path: Path) -> str | None:
-    """The split a path names in its folders or at a word border of its file name, if any."""
-    words = [*path.parts[:-1], *path.name.replace("-", ".").replace("_", ".").split(".")]
-    return next((word for word in words if word in ("train", "validation", "valid", "dev", "test")), None)
+    """The split a path names as a word of its folders or of its file name, if any."""
+    words = re.split(r"[^a-z0-9]+", path.as_posix().lower())
+    return next((word for word in words if word in _SPLITS), None)
 
 
 def _document(value: Any, column: str | None, file: str, line: int) -> Text | None:
@@ -157,6 +173,7 @@ def _document(value: Any, column: str | None, file: str, line: int) -> Text | No
     if value is None:
         return None
     if isinstance(value, str):
+        check_characters(value, file, f"row {line}")
         return Text(file=file, line=line, text=value) if value.strip() else None
     if isinstance(value, list):
         return _dialogue(value, file, line)
@@ -207,7 +224,9 @@ def _message(turn: Any, file: str, line: int) -> dict[str, Any]:
         )
     rest = {key: value for key, value in turn.items() if key not in (role_key, content_key) and value is not None}
     role = str(turn[role_key])
-    return {"role": _ROLES.get(role, role), "content": _content(turn[content_key], file, line), **rest}
+    content = _content(turn[content_key], file, line)
+    check_characters(f"{role} {content}", file, f"row {line}")
+    return {"role": _ROLES.get(role, role), "content": content, **rest}
 
 
 def _content(value: Any, file: str, line: int) -> str:

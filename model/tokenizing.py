@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
+from glm5_quant.model.text_files import check_characters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +26,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     import transformers
 
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     if not path.is_dir():
         raise UserError("no such folder", file=path, expected="a model folder with a tokenizer")
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -83,10 +85,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, document: Text) -> list[int]:
 
     A template (or a text that was rendered earlier) may write the prefix itself; it is then not added a second time.
     Plain texts also get the tokenizer's own suffix; rendered messages end as the template ends them.
-    Raises UserError naming file and row if messages meet a tokenizer without a usable chat template.
+    Raises UserError naming file and row if messages meet a tokenizer without a usable chat template, or if the text
+    holds half a character.
     """
     prefix, suffix = affixes(tokenizer)
     text = document.text if document.messages is None else _render(tokenizer, document)
+    check_characters(text or "", document.file, document.where)
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if document.messages is not None or (suffix and ids[-len(suffix) :] == suffix):
         suffix = []

@@ -6,14 +6,17 @@ Letters: N out, K in, B blocks along K.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from glm5_quant.model import atomic, staging
+from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import PART_ENDINGS, SCALE, embedding_name, head_name, ignored_modules
@@ -22,15 +25,20 @@ from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, r
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
 from glm5_quant.model.input_scales import read_scale, value_faults
+from glm5_quant.model.journal import SourceRecord
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
 from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY, rotation_of
 from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults
 
 DEFAULT_SAMPLES = 32
+_VARYING = re.compile(r"[\d./]")
 OUTLIER_RATIO = 3.0
-# Sound matrices that errors are carried through reach 0.4: rows and columns make up for one another there.
-OUTLIER_FLOOR = 0.5
+# Sound matrices that errors are carried through reach 0.63, since rows and columns make up for one another there, and
+# those of experts that a handful of tokens reach 1.4: what inputs never do is free. Zeros would have 1.
+OUTLIER_FLOOR = 0.8
+FAULTY_ERROR = 2.0
+SHOWN_OF_A_KIND = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +63,8 @@ class VerifyReport:
     """What `verify` found. The folder is good when `ok`; `problems` say what is wrong, `warnings` what is odd.
 
     `eight_bit`: of the packed matrices, those in 8 bits. `tensor_bytes`: all base tensors; `bits_per_weight`: over the
-    packed matrices. `samples` are empty without a source.
+    packed matrices. `samples` are empty without a source, and with one that the export was not made from. Of problems
+    of one kind only the first are listed, and the rest counted.
     """
 
     folder: Path
@@ -97,22 +106,27 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
         problems.append(str(error))
     found: tuple[SampledError, ...] = ()
     compared = 0
-    exported = structure.exported
+    exported, other_source = structure.exported, None
     if exported is not None:
+        problems += [] if problems else _model_problems(exported)
         problems += _value_problems(exported)
         faulty = _sidecar_problems(exported, opened)
         problems += faulty
         if source is not None:
-            original = _as_calibrated(open_checkpoint(source), opened)
-            compared, faults = _compare(exported, original, opened[0] if opened else None)
-            problems += faults
-            found, remarks = _sample(exported, original, opened, 0 if faulty else samples)
-            warnings += remarks
+            given = open_checkpoint(source)
+            other_source = _other_source(exported, given, opened)
+            if other_source is None:
+                original = _as_calibrated(given, opened)
+                compared, faults = _compare(exported, original, opened[0] if opened else None)
+                problems += faults
+                found, remarks, faults = _sample(exported, original, opened, 0 if faulty else samples)
+                warnings += remarks
+                problems += faults
     features = tuple(opened[0].features) if opened else ()
     return VerifyReport(
         folder=checkpoint.folder,
-        problems=tuple(problems),
-        warnings=tuple(warnings),
+        problems=(*([other_source] if other_source else []), *_shortened(problems)),
+        warnings=tuple(_shortened(warnings)),
         packed_linears=len(exported.shapes) if exported else 0,
         eight_bit=len(exported.eight) if exported else 0,
         unpacked_matrices=len(_unpacked_modules(checkpoint)),
@@ -126,6 +140,50 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
         compared_tensors=compared,
         runtimes=runtime_verdicts(exported, features, problems) if exported else (),
     )
+
+
+def _shortened(lines: Sequence[str]) -> list[str]:
+    """The lines with at most `SHOWN_OF_A_KIND` of each kind, the rest counted. Kinds differ in more than names and
+    numbers."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(" ".join(word for word in line.split() if not _VARYING.search(word)), []).append(line)
+    found = []
+    for kind, members in kinds.items():
+        found += members[:SHOWN_OF_A_KIND]
+        if len(members) > SHOWN_OF_A_KIND:
+            found.append(f"and {len(members) - SHOWN_OF_A_KIND} more of this kind: {kind}")
+    return found
+
+
+def _model_problems(exported: Exported) -> list[str]:
+    """What keeps our own runtime from building the model: parameters that are missing or of another shape."""
+    view = exported.plain_view
+    try:
+        check_parameters(view, family_of(view.config, file=view.config_file))
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _other_source(exported: Exported, given: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None) -> str | None:
+    """The problem where the given source is not what the sidecar says the export was made from."""
+    recorded = opened[0].source if opened else {}
+    try:
+        record = SourceRecord.model_validate({"folder": "", **recorded})
+    except ValidationError:  # a sidecar that does not say
+        return None
+    differing = record.differing(given.config, given.shards)
+    if not differing:
+        return None
+    error = UserError(
+        "this export was made from another model",
+        file=exported.checkpoint.folder,
+        found=f"{', '.join(differing[:3])} differ from {given.folder} ({given.config.get('model_type')})",
+        expected=f"the {record.model_type} model it was made from",
+        hint="Give that model; nothing was compared",
+    )
+    return str(error)
 
 
 def check_structure(checkpoint: Checkpoint) -> Structure:
@@ -268,9 +326,9 @@ def _linears_of(original: Checkpoint) -> list[Linear]:
 
 def _sample(
     exported: Exported, original: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None, count: int
-) -> tuple[tuple[SampledError, ...], list[str]]:
-    """Errors of `count` matrices evenly spread over the model, and what to say about them. What is done to inputs at
-    run time is taken back."""
+) -> tuple[tuple[SampledError, ...], list[str], list[str]]:
+    """Errors of `count` matrices evenly spread over the model, and what to warn of and what is a fault in them. What
+    is done to inputs at run time is taken back."""
     extra = opened[1] if opened else None
     candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
     chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]
@@ -278,8 +336,15 @@ def _sample(
         chosen = candidates
     errors = [(linear.name, _relative_error(exported, extra, original, linear)) for linear in chosen]
     limit = max(OUTLIER_FLOOR, OUTLIER_RATIO * statistics.median(e for _, e in errors)) if errors else OUTLIER_FLOOR
-    samples = tuple(SampledError(module=name, error=error, outlier=error > limit) for name, error in errors)
-    return samples, [f"{s.module}: relative error {s.error:.3f}, far above the rest" for s in samples if s.outlier]
+    limit = min(limit, FAULTY_ERROR)
+    samples = tuple(SampledError(module=name, error=error, outlier=error >= limit) for name, error in errors)
+    warnings = [_said(s, "far above the rest") for s in samples if s.outlier and s.error < FAULTY_ERROR]
+    faults = [_said(s, "far worse than a matrix of zeros would be") for s in samples if s.error >= FAULTY_ERROR]
+    return samples, warnings, faults
+
+
+def _said(sample: SampledError, what: str) -> str:
+    return f"{sample.module}: relative error {sample.error:.3f}, {what}"
 
 
 def _relative_error(exported: Exported, extra: Checkpoint | None, original: Checkpoint, linear: Linear) -> float:

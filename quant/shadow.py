@@ -74,11 +74,11 @@ def _pivot(pull_NK: Tensor, hessian_KK: Tensor, extra: float, count: int) -> tup
     floor_K = diagonal_K * _FLOOR
     size_K = pull_NK.square().sum(0, dtype=torch.float64)
     rows_SK, columns_SN = pull_NK.new_empty(count, pull_NK.shape[1]), pull_NK.new_empty(count, pull_NK.shape[0])
+    free_K = torch.ones_like(diagonal_K, dtype=torch.bool)
     channels: list[int] = []
     drops: list[float] = []
     for step in range(count):
-        drop_K = torch.where(diagonal_K > floor_K, size_K / torch.maximum(diagonal_K, floor_K), -1.0)
-        drop_K[channels] = -1.0
+        drop_K = torch.where((diagonal_K > floor_K) & free_K, size_K / torch.maximum(diagonal_K, floor_K), -1.0)
         best = int(drop_K.argmax())
         # Rows of what is left of H, over the square root of their pivot; columns of E H likewise.
         before_S = rows_SK[:step, best]
@@ -90,6 +90,7 @@ def _pivot(pull_NK: Tensor, hessian_KK: Tensor, extra: float, count: int) -> tup
         if drop <= 0 or float(drop_K[best]) <= 0:
             break
         channels.append(best)
+        free_K[best] = False
         drops.append(drop)
         shared_K = column_N @ pull_NK - (columns_SN[:step] @ column_N) @ rows_SK[:step]
         size_K += row_K.double() * (drop * row_K.double() - 2.0 * shared_K.double())

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,9 @@ from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import family_of, linears, read_linear
 from glm5_quant.model.journal import Journal, open_journal
 from glm5_quant.model.layers import LayerRunner
-from glm5_quant.quant.factor import order_columns
 from glm5_quant.quant.grid import Grid, dequantize
 from glm5_quant.quant.packing import unpack_codes, unpack_zeros
 from glm5_quant.quant.rotation import rotate
-from glm5_quant.quant.target import ridge
 
 
 def restored(journal: Journal, layer: int, name: str) -> torch.Tensor:
@@ -487,40 +484,3 @@ def test_numeric_tokens_and_those_before_them_weigh_more(tmp_path: Path) -> None
     assert weight is not None
     assert weight.tolist() == [1, 1, 3, 3, 3, 3, 1, 1, 1, 1, 1, 1]
     assert token_weight(open_checkpoint(model), ids, 0.0) is None
-
-
-def test_a_run_goes_on_with_other_chunks_than_it_was_started_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What shared indexers hand from layer to layer belongs to windows: a run killed for memory resumes with less."""
-    model = tiny("glm_moe_dsa", tmp_path / "m", scale=0.2)
-    whole = open_journal(small(model, tmp_path / "whole").journal)
-    for name, chunks in (("fewer", (8, 2)), ("more", (2, 8))):
-        calls = iter([False, True])
-        for chunk in chunks:
-            ranges = [(first, first + chunk) for first in range(0, 8, chunk)]
-            with monkeypatch.context() as patched, suppress(StoppedSafely):
-                patched.setattr("glm5_quant.calibrate.plan.Plan.chunks", lambda _, __, ranges=ranges: ranges)
-                small(model, tmp_path / name, should_stop=lambda calls=calls: next(calls, False))
-        journal = open_journal(tmp_path / name / "calibration")
-        for layer in range(journal.manifest.layers):
-            one, other = whole.record(layer), journal.record(layer)
-            assert one.coverage is None or sum(one.coverage) == sum(other.coverage or [])
-            assert other.stream_error == pytest.approx(one.stream_error, rel=0.2)
-
-
-def test_a_layer_that_has_nothing_to_offer_as_a_shadow_ends_well(tmp_path: Path) -> None:
-    model = tiny("llama", tmp_path / "m")
-    for role in ("gate", "up", "down"):
-        rewrite(model, f"model.layers.0.mlp.{role}_proj.weight", torch.zeros_like)
-    journal = open_journal(small(model, tmp_path / "w").journal)
-    assert journal.complete
-    assert journal.candidates_file(0).exists()
-
-
-def test_inputs_that_overflow_are_an_error_and_no_endless_search() -> None:
-    broken = torch.eye(4)
-    broken[1, 2] = torch.inf
-    for call in (lambda: ridge(torch.ones(2, 4), broken, 0.2), lambda: order_columns(broken[None], 0.01)):
-        with pytest.raises(ValueError, match="NaN or infinite"):
-            call()

@@ -75,15 +75,16 @@ def test_other_settings_in_the_same_work_folder_are_refused_by_name(model: Path,
     assert refused.stdout == ""
 
 
-@pytest.mark.parametrize("command", [["plan"], ["calibrate", "--dry-run", "--dataset", "unused"]])
+@pytest.mark.parametrize("dry_run", [False, True])
 def test_plan_and_dry_run_say_what_it_would_cost_and_write_nothing(
-    model: Path, tmp_path: Path, command: list[str]
+    model: Path, text: Path, tmp_path: Path, dry_run: bool
 ) -> None:
-    folder = tmp_path / "work"
+    folder, data = tmp_path / "work", text if dry_run else "TEXT.jsonl"
+    command = ["calibrate", "--dry-run", "--dataset", str(text)] if dry_run else ["plan"]
     done = _run(*command, "--model", str(model), "--work-dir", str(folder))
     assert done.exit_code == 0
     assert "peak" in done.stdout
-    assert f"Next: glm5-quant calibrate --model {model} --dataset TEXT.jsonl --work-dir {folder}" in done.stderr
+    assert f"Next: glm5-quant calibrate --model {model} --dataset {data} --work-dir {folder}" in done.stderr
     assert not folder.exists()
 
 
@@ -152,6 +153,14 @@ def test_verify_compares_with_the_source_that_was_calibrated(work: Path) -> None
     assert "bit for bit" in done.stdout
     assert "vLLM" in done.stdout
     assert json.loads(_run("verify", "--work-dir", str(work), "--json").stdout)["problems"] == []
+
+
+def test_what_verify_says_to_type_next_names_a_source_as_eval_needs_one(work: Path, model: Path) -> None:
+    export = str(work / "export")
+    bare = _run("verify", export).stderr.splitlines()[-1]
+    assert bare == f"Next: glm5-quant eval --quantized {export} --model SOURCE --dataset TEXT.jsonl"
+    named = _run("verify", export, "--model", str(model)).stderr.splitlines()[-1]
+    assert named == f"Next: glm5-quant eval --quantized {export} --model {model} --dataset TEXT.jsonl"
 
 
 def test_verify_of_a_damaged_export_names_the_problem_and_fails(work: Path, tmp_path: Path) -> None:
@@ -296,10 +305,10 @@ def test_eval_over_long_dialogues_takes_dialogues_and_texts_of_one_dataset_apart
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text('{"text": "plain"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     _, asked = _eval(monkeypatch, work, mixed, "--long-dialogue", "200")
-    assert [row.text for row in asked["texts"]] == ["plain"]
-    assert [row.plain for row in asked["dialogues"]] == ["hi"]
+    assert [row.text for row in asked["texts"].rows] == ["plain"]
+    assert [row.plain for row in asked["dialogues"].rows] == ["hi"]
     _, asked = _eval(monkeypatch, work, mixed)
-    assert (len(asked["texts"]), asked["dialogues"]) == (2, None)
+    assert (len(asked["texts"].rows), asked["dialogues"]) == (2, None)
 
 
 def test_eval_writes_reports_whole_and_names_them(
@@ -366,6 +375,8 @@ def test_eval_measures_the_export_and_gates_decide_the_exit_code(work: Path, tex
     assert done.exit_code == 0, done.output
     assert "KL(source || export)" in done.stdout
     assert "glm5-quant" not in done.stdout
+    assert "warning:" not in done.stderr
+    assert re.search(r"export +status +packed linears +drift\n.*\n +export +ok +[1-9]\d* ", done.stdout)
     failed = _run(*arguments, "--gate", "kl<0", "--json")
     assert failed.exit_code == 3
     assert json.loads(failed.stdout)["gates_passed"] is False

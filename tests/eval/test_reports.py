@@ -125,3 +125,21 @@ def test_charts_place_points_where_the_axis_says_and_nothing_without_data() -> N
     assert bars(["a", "b"], [("s", 0, [1.0, None])], "y").count("<title>") == 1
     pair = [("s", 0, [1.0]), ("s, numbers", 0, [2.0])]
     assert [bars(["a"], pair, "y", hollow=names).count('fill="#fff"') for names in ((), ["s, numbers"])] == [0, 2]
+
+
+@pytest.mark.parametrize(("highest", "widest"), [(0.012, "0.0075"), (-0.0075, "-0.008"), (22500.0, "25000")])
+def test_the_name_of_the_y_axis_stands_left_of_the_widest_tick_label(highest: float, widest: str) -> None:
+    charts = [lines([Series(name="a", points=[(0, 0.0), (1, highest)], colour=0)], "x", "y")]
+    charts += [bars(["a"], [("s", 0, [highest])], "y")] if highest > 0 else []
+    for drawn in charts:
+        _name_is_left_of(drawn, widest)
+
+
+def _name_is_left_of(drawn: str, widest: str) -> None:
+    found = {text: float(x) for x, text in re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="end">([^<]*)', drawn)}
+    name_at = re.search(r'class="name" transform="translate\((\d+)', drawn)
+    assert name_at is not None
+    # 8.27 px is a digit's width in the widest of the page's fonts at 13 px, 4.14 a point's.
+    width = sum(4.14 if letter == "." else 8.27 for letter in widest)
+    assert found[widest] - width > float(name_at[1]) + 4
+    assert f'class="grid" x1="{found[widest] + 6:.1f}"' in drawn

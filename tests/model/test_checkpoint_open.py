@@ -16,6 +16,7 @@ from support_models import INDEX, edit_config, read_tensors, tiny_q3, write_tens
 
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import check_side_files, expanded
 
 SHARD_2 = "model-00002-of-00002.safetensors"
 
@@ -343,3 +344,26 @@ def test_a_side_file_that_links_out_of_the_folder_is_refused(q3: Path, tmp_path:
     (q3 / "tokenizer.model").symlink_to(tmp_path / "key")
     with pytest.raises(UserError, match=r"tokenizer.model: a link leads out"):
         open_checkpoint(q3).side_files()
+
+
+def test_the_same_link_is_refused_by_the_early_check(q3: Path, tmp_path: Path) -> None:
+    check_side_files(q3)
+    (tmp_path / "key").write_text("secret")
+    (q3 / "tokenizer.model").symlink_to(tmp_path / "key")
+    with pytest.raises(UserError, match=r"tokenizer.model: a link leads out"):
+        check_side_files(q3)
+
+
+def test_a_tilde_is_the_home_folder(q3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(q3.parent))
+    assert open_checkpoint(f"~/{q3.name}").folder == q3
+    assert expanded(Path("~") / "x") == q3.parent / "x"
+    assert expanded("a/~b") == Path("a/~b")
+
+
+def test_the_home_of_nobody_is_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"~nosuchuser/x: ~nosuchuser is nobody's home folder here"):
+        open_checkpoint("~nosuchuser/x")
+    (tmp_path / "~nosuchuser").mkdir()
+    assert expanded("~nosuchuser") == Path("~nosuchuser")

@@ -93,6 +93,63 @@ def test_overwrite_spares_a_folder_that_is_no_model(q3, tmp_path):
     assert (tmp_path / "home" / "letters").is_dir()
 
 
+@pytest.mark.parametrize(
+    "name", [".git/HEAD", "src/main.c", "eampq/notes.json", "thesis.docx", "optimizer.pt", "a.txt"]
+)
+@pytest.mark.parametrize("kind", ["export", "checkpoint"])
+def test_overwrite_spares_a_model_folder_that_holds_something_else(q3, tmp_path, name, kind):
+    out = tmp_path / "out"
+    if kind == "export":
+        export(*q3, out)
+    else:
+        tiny_q3(out)
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("precious")
+    before = content(out)
+    with pytest.raises(UserError, match=rf"{name.split('/')[0]}: not replacing a folder that holds more than a model"):
+        export(*q3, out, overwrite=True)
+    assert content(out) == before
+
+
+def test_overwrite_spares_a_folder_with_just_any_config(q3, tmp_path):
+    (tmp_path / "proj" / ".git").mkdir(parents=True)
+    (tmp_path / "proj" / "config.json").write_text("{}")
+    (tmp_path / "proj" / "data.bin").write_bytes(b"1")
+    with pytest.raises(UserError, match="does not look like a model"):
+        export(*q3, tmp_path / "proj", overwrite=True)
+    assert (tmp_path / "proj" / ".git").is_dir()
+
+
+def test_overwrite_replaces_an_export_with_side_files_in_folders(tmp_path):
+    source = tiny_q3(tmp_path / "source")
+    for name in ("figures/a.png", "README.md", "notes.txt"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    journal = make_journal(source, tmp_path / "journal")
+    export(source, journal, tmp_path / "out", max_shard_bytes=SHARD_BYTES)
+    report = export(source, journal, tmp_path / "out", overwrite=True)
+    assert content(tmp_path / "out").keys() == {f.name for f in report.files}
+    assert "figures/a.png" in content(tmp_path / "out")
+
+
+def test_what_appears_in_the_folder_during_an_export_stays(q3, tmp_path):
+    out = tmp_path / "out"
+    export(*q3, out)
+    report = export(*q3, out, overwrite=True, progress=lambda *_: (out / "letter").write_text("precious"))
+    assert content(out).keys() == {f.name for f in report.files} | {"letter"}
+
+
+def test_a_work_folder_inside_the_model_folder_is_refused_with_both_names(tmp_path):
+    model = tmp_path / "model"
+    staging.check_apart(tmp_path / "work", model)
+    staging.check_apart(tmp_path, model)
+    (tmp_path / "link").symlink_to(model)
+    for inside in (model, model / "work" / "deep", tmp_path / "link" / "work"):
+        with pytest.raises(UserError, match=r"must lie outside the model folder; found it .*/model\.") as caught:
+            staging.check_apart(inside, model)
+        assert caught.value.file == inside
+
+
 @pytest.mark.parametrize("place", ["source", "source/inside", "."])
 def test_the_output_may_not_touch_its_inputs(q3, tmp_path, place):
     source, journal = q3
@@ -188,6 +245,11 @@ def test_o27_a_bare_relative_name_works(q3, tmp_path, monkeypatch):
     report = export(*q3, "out")
     assert report.output == tmp_path / "out"
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_tilde_in_front_of_the_output_is_the_home_folder(q3, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert export(*q3, "~/out").output == tmp_path / "out"
 
 
 def test_o27_the_source_is_never_written(q3, tmp_path):

@@ -25,6 +25,8 @@ from support_models import (
     write_tensors,
 )
 
+from glm5_quant.model import families
+from glm5_quant.model.build import build_empty
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import (
@@ -273,6 +275,36 @@ def test_no_expert_found_is_an_error_that_counts_them(tmp_path: Path) -> None:
         UserError, match=r"model.layers.0.mlp.experts.0.gate_proj.weight: 0 of 24 expert weights matched"
     ):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(("key", "count"), [("num_hidden_layers", 10**9), ("num_experts", 10**6)])
+def test_counts_that_the_tensors_cannot_make_are_refused_at_once(tmp_path: Path, key: str, count: int) -> None:
+    checkpoint = open_checkpoint(edit_config(tiny_q3(tmp_path), **{key: count}))
+    family = family_of(checkpoint.config)
+    message = rf"config.json: {key}: more than the weights .*found {count:,}; expected \d+ at most"
+    for use in (
+        lambda: linears(checkpoint, family),
+        lambda: mtp_tensors(checkpoint, family),
+        lambda: build_empty(checkpoint, torch.bfloat16),
+    ):
+        with pytest.raises(UserError, match=message):
+            use()
+
+
+def test_stacked_experts_may_be_more_than_the_tensors(tmp_path: Path) -> None:
+    folder = stack_experts(tiny("qwen3_moe", tmp_path, num_experts=64, num_hidden_layers=1))
+    checkpoint, found = opened(folder)
+    assert len(checkpoint.tensors) < 64 < len(found)
+
+
+def test_a_config_of_far_more_layers_than_there_are_stops_counting_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "_ENOUGH_MISSING", 40)
+    checkpoint = open_checkpoint(edit_config(tiny_q3(tmp_path), num_hidden_layers=40))
+    with pytest.raises(UserError, match=r"layers.2.self_attn.q_proj.weight: (\d+) of \d+ weights") as caught:
+        linears(checkpoint, family_of(checkpoint.config))
+    assert int(caught.value.problem.split()[0]) < 100
 
 
 def test_one_missing_weight_is_named_and_counted(tmp_path: Path) -> None:

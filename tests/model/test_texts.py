@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -135,6 +137,63 @@ def test_a_folder_laid_out_by_splits_gives_only_the_split_asked_for(tmp_path: Pa
     assert _words(read_texts(tmp_path, split="validation")) == ["valid.txt"]
 
 
+def test_files_that_are_left_out_for_the_split_are_warned_about(tmp_path: Path) -> None:
+    for name in ("en", "zh", "de", "train-extra"):
+        _lines(tmp_path / f"{name}.jsonl", {"text": name}, {"text": name})
+    texts = read_texts(tmp_path)
+    assert _words(texts) == ["train-extra"] * 2
+    assert texts.warnings == (f"{tmp_path}: 1 of 4 files read: those named train: train-extra.jsonl",)
+    assert read_texts(tmp_path, split="test").warnings == ()
+    for number in range(7):
+        (tmp_path / f"train-{number}.txt").write_text("x")
+    assert read_texts(tmp_path).warnings[0].endswith("train-3.txt, train-4.txt, and 3 more")
+
+
+@pytest.mark.parametrize(
+    "name", ["train.jsonl", "Train-00000-of-00003.jsonl", "zh_train.jsonl", "my train.jsonl", "data-train/a.jsonl"]
+)
+def test_a_split_is_a_word_of_the_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    _lines(tmp_path / name, {"text": "yes"})
+    _lines(tmp_path / "trainer.jsonl", {"text": "no"})
+    assert _words(read_texts(tmp_path)) == ["yes"]
+
+
+def test_linked_folders_are_followed_once_and_never_in_circles(tmp_path: Path) -> None:
+    data, far = tmp_path / "data", tmp_path / "far"
+    (data / "sub").mkdir(parents=True)
+    far.mkdir()
+    (data / "sub" / "b.txt").write_text("b")
+    (far / "c.txt").write_text("c")
+    (data / "far").symlink_to(far)
+    (data / "again").symlink_to(data / "sub")
+    (data / "sub" / "up").symlink_to(data)
+    (far / "self").symlink_to(far)
+    assert _words(read_texts(data)) == ["c", "b"]
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"b\.txt: cannot be read; found No such file"):
+        read_texts(tmp_path)
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    iterdir = Path.iterdir
+
+    def refuse(path: Path) -> Iterator[Path]:
+        if path.name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"closed: this folder cannot be read; found Permission denied"):
+        read_texts(tmp_path)
+
+
 def test_limit_stops_after_that_many_usable_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ""}\n{"text": "one"}\n{"text": "two"}\nnot json\n')
@@ -195,6 +254,14 @@ BAD_FILES = {
         b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}\n',
         "message content is no text; found list",
     ),
+    "deeply nested lines": ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, "line 2: JSON nested too deeply"),
+    "deeply nested JSON": ("a.json", b"[" * 200_000, "JSON nested too deeply"),
+    "half a character": ("a.jsonl", b'{"text": "a \\ud83d b"}\n', r"row 1: half a character"),
+    "half a character in a message": (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}\n',
+        r"without its other half; found \ud83d",
+    ),
     "a row without columns": ("a.jsonl", b"{}\n", "found a row without columns"),
 }
 
@@ -232,6 +299,11 @@ def test_a_file_without_read_permission_is_reported_with_its_name(tmp_path: Path
     loop.symlink_to(loop)
     with pytest.raises(UserError, match=r"loop\.txt"):
         read_texts(loop)
+
+
+def test_the_home_of_nobody_is_a_message() -> None:
+    with pytest.raises(UserError, match="~nosuchuser is nobody's home folder"):
+        read_texts("~nosuchuser/data.jsonl")
 
 
 def test_a_hub_data_set_that_cannot_be_fetched_gives_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:

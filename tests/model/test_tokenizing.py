@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def test_messages_without_a_chat_template_name_file_and_row(tmp_path: Path) -> N
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
     with pytest.raises(UserError, match=r"chat\.jsonl: row 7: the row holds messages, but the tokenizer has no chat"):
         encode(tokenizer, DIALOGUE)
+
+
+def test_half_a_character_names_file_and_row(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, template=CHAT))
+    broken = Text(file="cut.jsonl", line=3, text="a \ud83d")
+    for text in (broken, replace(broken, text=None, messages=({"role": "user", "content": "\ud83d"},))):
+        with pytest.raises(UserError, match=r"cut\.jsonl: row 3: half a character"):
+            encode(tokenizer, text)
 
 
 def test_a_template_that_refuses_the_messages_is_quoted(tmp_path: Path) -> None:

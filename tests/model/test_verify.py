@@ -89,11 +89,73 @@ def test_without_a_source_nothing_is_sampled(q3):
     assert report.compared_tensors == 0
 
 
-def test_a_matrix_far_off_is_named(copy, q3):
-    patch(copy, f"{Q_PROJ}.weight_scale", lambda t: t * 4)
+@pytest.mark.parametrize("factor", [4.0, 3.1])
+def test_a_matrix_far_worse_than_zeros_is_a_problem(copy, q3, factor):
+    patch(copy, f"{Q_PROJ}.weight_scale", lambda t: t * factor)
     report = verify(copy, q3[0])
     assert [s.module for s in report.samples if s.outlier] == [Q_PROJ]
-    assert report.warnings[0].startswith(f"{Q_PROJ}: relative error")
+    assert not report.ok
+    assert re.fullmatch(
+        rf"{Q_PROJ}: relative error {factor - 1:.1f}\d+, far worse than a matrix of zeros would be", report.problems[0]
+    )
+    assert report.warnings == ()
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1.5, False), (1.7, False), (1.9, True), (2.9, True)])
+def test_a_matrix_far_off_is_a_warning_from_0_8_on(copy, q3, factor, warned):
+    patch(copy, f"{Q_PROJ}.weight_scale", lambda t: t * factor)
+    report = verify(copy, q3[0])
+    assert report.ok
+    assert [s.module for s in report.samples if s.outlier] == [Q_PROJ] * warned
+    assert [
+        w.startswith(f"{Q_PROJ}: relative error {factor - 1:.1f}") and "far above" in w for w in report.warnings
+    ] == [True] * warned
+
+
+def test_another_source_is_one_problem_that_names_both(q3, tmp_path):
+    other = rewrite(tiny_q3(tmp_path / "other"), "model.norm.weight", lambda t: t + 1)
+    edit_config(other, rope_theta=123.0)
+    report = verify(q3[1], other)
+    (problem,) = report.problems
+    assert problem.startswith(f"{q3[1]}: this export was made from another model; found config.json, model-00002")
+    assert str(other) in problem
+    assert "expected the qwen3_moe model" in problem
+    assert report.samples == ()
+    assert report.compared_tensors == 0
+    assert {v.runtime for v in report.runtimes if v.loads} == {"glm5-quant", "compressed-tensors", "vLLM"}
+
+
+def test_a_moved_source_is_the_same_one(q3, tmp_path):
+    shutil.copytree(q3[0], tmp_path / "moved")
+    assert verify(q3[1], tmp_path / "moved").ok
+
+
+def test_without_its_sidecar_an_export_is_compared_with_any_source(copy, tmp_path):
+    shutil.rmtree(copy / "eampq")
+    other = rewrite(tiny_q3(tmp_path / "other"), "model.norm.weight", lambda t: t + 1)
+    assert "model.norm.weight: differs from the source" in verify(copy, other).problems
+
+
+def test_problems_of_one_kind_are_counted_after_the_fifth(copy):
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    names = [name for name in index["weight_map"] if name.endswith(".weight_scale")]
+    for name in names[:9]:
+        patch(copy, name, put((0, 0), 0.0))
+    patch(copy, names[9], put((0, 0), math.nan))
+    problems = verify(copy).problems
+    assert len(problems) == 7
+    assert problems[5] == "and 4 more of this kind: not above zero at"
+    assert "a weight is not finite" in problems[6]
+
+
+def test_what_our_runtime_cannot_build_is_a_problem(copy, q3):
+    shutil.copytree(copy, copy.parent / "wide")
+    edit_config(copy.parent / "wide", vocab_size=9)
+    assert any("a tensor does not fit the model that the config" in p for p in verify(copy.parent / "wide").problems)
+    patch(copy, "model.norm.weight", lambda tensor: None)
+    report = verify(copy)
+    assert [p.split(": ", 1)[1] for p in report.problems] == ["model.norm.weight: 1 tensors are not in the checkpoint"]
+    assert not any(verdict.loads for verdict in report.runtimes)
 
 
 def test_a_zero_matrix_that_comes_back_zero_is_no_error(tmp_path):
