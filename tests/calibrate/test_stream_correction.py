@@ -47,7 +47,8 @@ def test_without_a_second_stream_nothing_is_known_to_lack() -> None:
 @pytest.mark.slow
 def test_the_quantized_stream_ends_nearer_to_the_sources(tmp_path: Path) -> None:
     model = packaged_model()
-    data = calibration_data(model, str(tmp_path))
+    data = calibration_data(None, str(model), str(tmp_path))
+    assert data is not None
     errors = []
     for correct in (False, True):
         quant = replace(PRESETS["default"], correct_stream=correct, compensation=False, shadow_budget=0.0)
