@@ -50,7 +50,6 @@ def usable_hessian(hessian_KK: Tensor) -> Tensor:
 def order_columns(hessian_EKK: Tensor, damp: float) -> Order:
     """Sort by diag H (stable) and factor H + damp * typical_energy(H) I. Never fails on a finite H: see
     `_stubborn_factor`. Raises ValueError for another."""
-    require_finite(hessian_EKK)
     diagonal_EK = hessian_EKK.diagonal(dim1=-2, dim2=-1)
     order_EK = torch.sort(diagonal_EK, dim=-1, descending=True, stable=True).indices
     # Reversed, a lower Cholesky factor becomes the upper one that M D M^T asks for.
@@ -79,6 +78,7 @@ def _arranged(hessian_EKK: Tensor, order_EK: Tensor, damp: float) -> Tensor:
 
 def _stubborn_factor(hessian_EKK: Tensor) -> Tensor:
     """Cholesky of one matrix of mean diagonal 1, in float64: as it is, then with 1e-7, 1e-6, ... on its diagonal."""
+    require_finite(hessian_EKK)
     extra = 0.0
     while True:
         damped_EKK = hessian_EKK.double()

@@ -56,7 +56,6 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
 
     Raises ValueError where H is not finite: no amount would do.
     """
-    require_finite(hessian_KK)
     typical = typical_energy(hessian_KK)
     while True:
         ridge_KK = hessian_KK.clone()
@@ -64,6 +63,7 @@ def _ridge_factor(hessian_KK: Tensor, delta: float) -> Tensor:
         factor_EKK, ok_E = cholesky(ridge_KK.reshape(-1, *ridge_KK.shape[-2:]), in_place=True)
         if bool(ok_E.all()):
             return factor_EKK.reshape(hessian_KK.shape)
+        require_finite(hessian_KK)
         delta = max(10.0 * delta, 1e-6)
 
 

@@ -172,7 +172,7 @@ def test_a_layer_that_has_nothing_to_offer_as_a_shadow_ends_well(tmp_path: Path)
 
 def test_inputs_that_overflow_are_an_error_and_no_endless_search() -> None:
     broken = torch.eye(4)
-    broken[1, 2] = torch.inf
+    broken[1, 2] = broken[2, 1] = torch.inf
     for call in (lambda: ridge(torch.ones(2, 4), broken, 0.2), lambda: order_columns(broken[None], 0.01)):
         with pytest.raises(ValueError, match="NaN or infinite"):
             call()
