@@ -34,10 +34,10 @@ from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults
 DEFAULT_SAMPLES = 32
 _VARYING = re.compile(r"[\d./]")
 OUTLIER_RATIO = 3.0
-# Sound matrices that errors are carried through reach 0.63, since rows and columns make up for one another there, and
-# those of experts that a handful of tokens reach 1.4: what inputs never do is free. Zeros would have 1.
+# Sound matrices that errors are carried through reach 0.63, since rows and columns make up for one another there. Where
+# some inputs hardly vary their columns are free: in glm5-tiny, whose outlier channels were put in, sound experts reach
+# 4.5. So this is no proof of a fault, however large.
 OUTLIER_FLOOR = 0.8
-FAULTY_ERROR = 2.0
 SHOWN_OF_A_KIND = 5
 
 
@@ -119,9 +119,8 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
                 original = _as_calibrated(given, opened)
                 compared, faults = _compare(exported, original, opened[0] if opened else None)
                 problems += faults
-                found, remarks, faults = _sample(exported, original, opened, 0 if faulty else samples)
+                found, remarks = _sample(exported, original, opened, 0 if faulty else samples)
                 warnings += remarks
-                problems += faults
     features = tuple(opened[0].features) if opened else ()
     return VerifyReport(
         folder=checkpoint.folder,
@@ -326,9 +325,9 @@ def _linears_of(original: Checkpoint) -> list[Linear]:
 
 def _sample(
     exported: Exported, original: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None, count: int
-) -> tuple[tuple[SampledError, ...], list[str], list[str]]:
-    """Errors of `count` matrices evenly spread over the model, and what to warn of and what is a fault in them. What
-    is done to inputs at run time is taken back."""
+) -> tuple[tuple[SampledError, ...], list[str]]:
+    """Errors of `count` matrices evenly spread over the model, and what to warn of in them. What is done to inputs at
+    run time is taken back."""
     extra = opened[1] if opened else None
     candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
     chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]
@@ -336,15 +335,9 @@ def _sample(
         chosen = candidates
     errors = [(linear.name, _relative_error(exported, extra, original, linear)) for linear in chosen]
     limit = max(OUTLIER_FLOOR, OUTLIER_RATIO * statistics.median(e for _, e in errors)) if errors else OUTLIER_FLOOR
-    limit = min(limit, FAULTY_ERROR)
     samples = tuple(SampledError(module=name, error=error, outlier=error >= limit) for name, error in errors)
-    warnings = [_said(s, "far above the rest") for s in samples if s.outlier and s.error < FAULTY_ERROR]
-    faults = [_said(s, "far worse than a matrix of zeros would be") for s in samples if s.error >= FAULTY_ERROR]
-    return samples, warnings, faults
-
-
-def _said(sample: SampledError, what: str) -> str:
-    return f"{sample.module}: relative error {sample.error:.3f}, {what}"
+    what = "far above the rest: sound where its inputs hardly vary, which `eval` tells"
+    return samples, [f"{s.module}: relative error {s.error:.3f}, {what}" for s in samples if s.outlier]
 
 
 def _relative_error(exported: Exported, extra: Checkpoint | None, original: Checkpoint, linear: Linear) -> float:

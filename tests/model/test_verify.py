@@ -89,19 +89,7 @@ def test_without_a_source_nothing_is_sampled(q3):
     assert report.compared_tensors == 0
 
 
-@pytest.mark.parametrize("factor", [4.0, 3.1])
-def test_a_matrix_far_worse_than_zeros_is_a_problem(copy, q3, factor):
-    patch(copy, f"{Q_PROJ}.weight_scale", lambda t: t * factor)
-    report = verify(copy, q3[0])
-    assert [s.module for s in report.samples if s.outlier] == [Q_PROJ]
-    assert not report.ok
-    assert re.fullmatch(
-        rf"{Q_PROJ}: relative error {factor - 1:.1f}\d+, far worse than a matrix of zeros would be", report.problems[0]
-    )
-    assert report.warnings == ()
-
-
-@pytest.mark.parametrize(("factor", "warned"), [(1.5, False), (1.7, False), (1.9, True), (2.9, True)])
+@pytest.mark.parametrize(("factor", "warned"), [(1.5, False), (1.7, False), (1.9, True), (4.0, True)])
 def test_a_matrix_far_off_is_a_warning_from_0_8_on(copy, q3, factor, warned):
     patch(copy, f"{Q_PROJ}.weight_scale", lambda t: t * factor)
     report = verify(copy, q3[0])
