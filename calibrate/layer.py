@@ -326,11 +326,13 @@ class LayerSolver:
 
 def _move(module: nn.Module, device: str) -> None:
     """Parameters and buffers to where the layer runs; those that stay empty are replaced later."""
+    if device == "cpu":
+        return
     for part in module.modules():
         stores: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for store in stores:
             for name, value in store.items():
-                if value is not None and not value.is_meta and device != "cpu":
+                if value is not None and not value.is_meta:
                     moved = value.detach().to(device)
                     store[name] = nn.Parameter(moved, requires_grad=False) if store is part._parameters else moved
 

@@ -20,7 +20,7 @@ from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError, human_bytes
 from glm5_quant.model.families import Family, Linear, check_sizes, expert_count, family_of, linears, model_config
-from glm5_quant.model.files import check_side_files, expanded
+from glm5_quant.model.files import expanded
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.staging import check_apart
 
@@ -108,7 +108,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     """
     work_dir = expanded(work_dir)
     check_apart(work_dir, checkpoint.folder)
-    check_side_files(checkpoint.folder)
+    checkpoint.side_files()  # a link out of the folder is an error now, not at export
     check_sizes(checkpoint)
     checkpoint = as_rotated(checkpoint, settings.quant.rotation)
     family = family_of(checkpoint.config, file=checkpoint.config_file)

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.loading import is_folder
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import PACKED, PART_ENDINGS
-from glm5_quant.model.journal import SourceRecord
 from glm5_quant.model.sidecar import open_sidecar
 
 SHOWN = 3
@@ -68,9 +65,8 @@ def _differences(export: Path, source: Checkpoint, known: dict[str, list[str]]) 
     """Files of the source that are not those the export's sidecar names; none where it names none. `known`: answers
     found before, since exports of one source name the same files."""
     opened = open_sidecar(export)
-    try:
-        record = SourceRecord.model_validate({"folder": "", **(opened[0].source if opened else {})})
-    except ValidationError:  # no sidecar, or one that does not say
+    record = opened[0].made_from() if opened else None
+    if record is None:
         return []
     named = record.model_dump_json()
     if named not in known:

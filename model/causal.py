@@ -29,7 +29,7 @@ class ShortCausal(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = dict(kwargs or {})
+        options = kwargs or {}
         if func is scaled_dot_product_attention and len(args) == 3 and options.get("is_causal"):
             query, key, _ = args
             short = QUERIES < query.shape[-2] <= KEYS_AT_ONCE and query.shape[-2] == key.shape[-2]

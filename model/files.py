@@ -167,11 +167,6 @@ def side_files(folder: Path) -> list[Path]:
     return kept
 
 
-def check_side_files(folder: Path) -> None:
-    """Refuse early what an export would refuse: a link out of the folder among the files that are copied along."""
-    side_files(folder)
-
-
 def _check_link(path: Path, folder: Path) -> None:
     target, root = path.resolve(), folder.resolve()
     if not target.is_relative_to(root) and not target.is_relative_to(root.parent.parent / "blobs"):

@@ -22,14 +22,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import Exported
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.input_scales import header_faults
-from glm5_quant.model.journal import SIDECAR_PREFIX, Journal, read_model
+from glm5_quant.model.journal import SIDECAR_PREFIX, Journal, SourceRecord, read_model
 from glm5_quant.model.safetensors_header import read_header
 from glm5_quant.model.scheme import InputScheme
 from glm5_quant.model.shards import Spec
@@ -79,6 +79,13 @@ class SidecarRecord(BaseModel):
     refitted_routers: list[int] = []
     tensors: dict[str, TensorRecord]
     modules: dict[str, dict[str, Any]]
+
+    def made_from(self) -> SourceRecord | None:
+        """The checkpoint this export was made from; its folder is not recorded. None where the record does not say."""
+        try:
+            return SourceRecord.model_validate({"folder": "", **self.source})
+        except ValidationError:
+            return None
 
 
 def features(names: Iterable[str], inputs: InputScheme) -> list[str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from glm5_quant.model import atomic, staging
 from glm5_quant.model.build import check_parameters
@@ -25,7 +24,6 @@ from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, r
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
 from glm5_quant.model.input_scales import read_scale, value_faults
-from glm5_quant.model.journal import SourceRecord
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
 from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY, rotation_of
@@ -167,13 +165,9 @@ def _model_problems(exported: Exported) -> list[str]:
 
 def _other_source(exported: Exported, given: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None) -> str | None:
     """The problem where the given source is not what the sidecar says the export was made from."""
-    recorded = opened[0].source if opened else {}
-    try:
-        record = SourceRecord.model_validate({"folder": "", **recorded})
-    except ValidationError:  # a sidecar that does not say
-        return None
-    differing = record.differing(given.config, given.shards)
-    if not differing:
+    record = opened[0].made_from() if opened else None
+    differing = record.differing(given.config, given.shards) if record else []
+    if record is None or not differing:
         return None
     error = UserError(
         "this export was made from another model",

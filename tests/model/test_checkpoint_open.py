@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import save_file
 from support_models import INDEX, edit_config, read_tensors, tiny_q3, write_tensors
 
+from glm5_quant.calibrate.plan import make_plan
+from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.files import check_side_files, expanded
+from glm5_quant.model.files import expanded
 
 SHARD_2 = "model-00002-of-00002.safetensors"
 
@@ -346,12 +348,12 @@ def test_a_side_file_that_links_out_of_the_folder_is_refused(q3: Path, tmp_path:
         open_checkpoint(q3).side_files()
 
 
-def test_the_same_link_is_refused_by_the_early_check(q3: Path, tmp_path: Path) -> None:
-    check_side_files(q3)
+def test_the_same_link_is_refused_by_the_plan(q3: Path, tmp_path: Path) -> None:
+    make_plan(open_checkpoint(q3), Settings(), tmp_path / "w")
     (tmp_path / "key").write_text("secret")
     (q3 / "tokenizer.model").symlink_to(tmp_path / "key")
     with pytest.raises(UserError, match=r"tokenizer.model: a link leads out"):
-        check_side_files(q3)
+        make_plan(open_checkpoint(q3), Settings(), tmp_path / "w")
 
 
 def test_a_tilde_is_the_home_folder(q3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
