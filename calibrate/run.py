@@ -26,7 +26,6 @@ from glm5_quant.calibrate.context import Context, activation
 from glm5_quant.calibrate.data import Packed, pack_windows
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.layer import LayerOutcome, LayerSolver
-from glm5_quant.calibrate.lock import only_run
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.memory import bound_kernel_caches, give_freed_memory_back, run_dtype, trim_freed_memory
 from glm5_quant.calibrate.plan import Plan, make_plan
@@ -35,7 +34,7 @@ from glm5_quant.calibrate.report import CalibrationReport, build_report
 from glm5_quant.calibrate.settings import Resume, Settings, work_folder
 from glm5_quant.calibrate.shadows import shadowed
 from glm5_quant.calibrate.stream import NAMES, Stream, windows
-from glm5_quant.model import atomic
+from glm5_quant.model import atomic, lock
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.journal import (
@@ -92,7 +91,7 @@ def calibrate(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> CalibrationReport:
-    """Run the model over sample data one layer at a time and decide every scale and code (DESIGN sections 4 and 6).
+    """Run the model over sample data one layer at a time and decide every scale and code.
 
     Args:
         model: checkpoint folder or hub id.
@@ -122,7 +121,7 @@ def calibrate(
     packed = _read_data(checkpoint, dataset, settings)
     manifest = _manifest(source, dataset, packed, settings, plan)
     folder = work_folder(work_dir)
-    with only_run(folder.parent):
+    with lock.only_run(folder.parent, lock.CALIBRATION, instead="use another --work-dir"):
         journal = _open_or_start(folder, manifest, resume, overwrite)
         reused = len(journal.finished())
         if not journal.complete:

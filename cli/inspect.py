@@ -129,6 +129,8 @@ def _show_checkpoint(checkpoint: Checkpoint, layer: int | None, json: bool) -> N
     infos = list(checkpoint.tensors.values())
     if layer is not None:
         infos = [info for info in infos if f".layers.{layer}." in f".{info.name}"]
+        if not infos:
+            raise UserError("no tensor of this layer", file=checkpoint.folder, item="--layer", found=layer)
     if json:
         print(json_text({"folder": checkpoint.folder, "tensors": infos}))
         return
@@ -136,21 +138,24 @@ def _show_checkpoint(checkpoint: Checkpoint, layer: int | None, json: bool) -> N
         facts(
             ("folder", checkpoint.folder),
             ("model type", checkpoint.config.get("model_type")),
-            ("format", checkpoint.config.get("quantization_config", {}).get("format", "not quantized")),
+            ("format", _format(checkpoint.config)),
             ("tensors", len(infos)),
             ("bytes", human_bytes(sum(info.nbytes for info in infos))),
         )
     )
     print()
-    rows = (
-        [(info.name, info.dtype, "x".join(map(str, info.shape)), human_bytes(info.nbytes)) for info in infos]
-        if layer is not None
-        else []
-    )
-    if rows:
+    if layer is not None:
+        rows = [(info.name, info.dtype, "x".join(map(str, info.shape)), human_bytes(info.nbytes)) for info in infos]
         print(table(("tensor", "dtype", "shape", "size"), rows))
     else:
         print(_by_kind(infos))
+
+
+def _format(config: dict[str, Any]) -> str:
+    from glm5_quant.model.fp8 import quantization_config
+
+    found = quantization_config(config)
+    return str(found.get("format") or found.get("quant_method") or "not quantized")
 
 
 def _by_kind(infos: list[Any]) -> str:

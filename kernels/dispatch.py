@@ -27,11 +27,14 @@ FLOATS = (torch.float32, *HALVES)
 
 
 def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """x @ W^T + bias. x: float [..., K]; returns [..., N] in x's dtype. ValueError names what does not fit."""
+    """x @ W^T + bias. x: float [..., K]; returns [..., N] in x's dtype. ValueError names what does not fit.
+
+    Where gradients are wanted the reference computes, whatever the backend: the others would cut them off.
+    """
     if packed.experts is not None:
         raise ValueError("linear takes one matrix; a stack of experts goes to experts()")
     _check_input(x_TK, packed.k)
-    chosen = choose_backend(x_TK, packed, backend)
+    chosen = "reference" if _learns(x_TK, bias) else choose_backend(x_TK, packed, backend)
     if torch.compiler.is_compiling():
         from glm5_quant.kernels import compiled
 
@@ -60,12 +63,13 @@ def experts(
     """A routed feed-forward layer: sum over a token's A experts of weight * down(act(gate x) * up x).
 
     x: float [T, D]; index: integer [T, A], 0..E-1, or E for "no expert"; weight: float [T, A]; gate_up: E x 2I x D with
-    the gate's rows first; down: E x D x I. Returns [T, D] in x's dtype. ValueError names what does not fit.
+    the gate's rows first; down: E x D x I. Returns [T, D] in x's dtype. ValueError names what does not fit. Gradients:
+    as for `linear`.
     """
     _check_experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
     if backend is None and (_scaled_by_expert(gate_up) or _scaled_by_expert(down)):
         backend = "reference"
-    chosen = choose_backend(x_TD, gate_up, backend)
+    chosen = "reference" if _learns(x_TD, weight_TA) else choose_backend(x_TD, gate_up, backend)
     if torch.compiler.is_compiling():
         from glm5_quant.kernels import compiled
 
@@ -83,18 +87,19 @@ def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tens
     fits = x_TK.dtype == weight_NK.dtype == HALVES[1] and x_TK.device.type == weight_NK.device.type == "cpu"
     if not fits or torch.compiler.is_compiling() or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
         return functional.linear(x_TK, weight_NK, bias_N)
-    learns = torch.is_grad_enabled() and (x_TK.requires_grad or weight_NK.requires_grad)
+    learns = _learns(x_TK, weight_NK, bias_N)
     return functional.linear(x_TK, weight_NK, bias_N) if learns else cpu.plain(x_TK, weight_NK, bias_N)
 
 
 def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor) -> Tensor | None:
     """x @ ((codes - 128) * scale)^T in bf16 by our CPU kernel, x [..., K], a scale for each 64 inputs.
 
-    None where that kernel does not compute (not bf16, not on a CPU that has it, under torch.compile): callers restore
-    the weights.
+    None where that kernel does not compute (not bf16, not on a CPU that has it, under torch.compile, gradients are
+    wanted): callers restore the weights.
     """
     on_cpu = x_TK.dtype == HALVES[1] and x_TK.device.type == codes_NK.device.type == "cpu"
-    if not on_cpu or torch.compiler.is_compiling() or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
+    reference_only = _learns(x_TK) or os.environ.get("GLM5_QUANT_BACKEND") == "reference"
+    if not on_cpu or torch.compiler.is_compiling() or reference_only:
         return None
     return cpu.eight(x_TK, codes_NK, scale_NB)
 
@@ -117,6 +122,11 @@ def choose_backend(x: Tensor, packed: PackedMatrix, backend: str | None = None) 
     if chosen == "triton" and not has_triton():
         raise ValueError("the triton backend needs the triton package, which is not installed")
     return chosen
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    """Whether gradients of any of these are wanted."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @functools.cache

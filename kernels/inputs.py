@@ -55,10 +55,11 @@ def rotate(x_TK: Tensor) -> Tensor:
 @functools.cache
 def hadamard(device: torch.device) -> Tensor:
     """The 64 x 64 Hadamard matrix by Sylvester's construction, divided by 8 so that it is its own inverse."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < GROUP_SIZE:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return (matrix / 8).to(device)
+    with torch.inference_mode(False):  # a later pass may want gradients
+        matrix = torch.ones(1, 1)
+        while matrix.shape[0] < GROUP_SIZE:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+        return (matrix / 8).to(device)
 
 
 def quantize(x_TK: Tensor, activations: str) -> tuple[Tensor, Tensor, Tensor]:

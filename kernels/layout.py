@@ -189,7 +189,8 @@ def weights(packed: PackedMatrix, dtype: torch.dtype = torch.float32) -> Tensor:
     if packed.n * packed.k > SMALL_WEIGHTS:
         return dequantize(packed, dtype)
     if dtype not in packed.forms:
-        packed.forms[dtype] = dequantize(packed, dtype)
+        with torch.inference_mode(False):  # a later pass may want gradients
+            packed.forms[dtype] = dequantize(packed, dtype)
     return cast(Tensor, packed.forms[dtype])
 
 

@@ -10,12 +10,14 @@ and `torch.compile` need as well, and kept in the user's cache folder. Without a
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -165,9 +167,11 @@ def _has(feature: str) -> bool:
     return bool(getattr(torch.cpu, feature, lambda: False)())
 
 
-def _compiler() -> str | None:
-    named = os.environ.get("CC", "").split()[:1]
-    return next((found for name in (*named, "cc", "gcc", "clang") if (found := shutil.which(name))), None)
+def _compiler() -> list[str] | None:
+    """The command that CC gives ("ccache gcc"), else the first compiler there is."""
+    named = shlex.split(os.environ.get("CC", ""))
+    choices = (named, ["cc"], ["gcc"], ["clang"])
+    return next((words for words in choices if words and shutil.which(words[0])), None)
 
 
 def _compiled() -> Path:
@@ -179,7 +183,7 @@ def _compiled() -> Path:
     if not target.is_file():
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / target.name
-            command = [str(_compiler()), *FLAGS, *(str(folder / name) for name in SOURCES), "-o", str(made)]
+            command = [*(_compiler() or ()), *FLAGS, *(str(folder / name) for name in SOURCES), "-o", str(made)]
             _LOG.info("compiling native kernels into %s", target)
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             made.replace(target)
@@ -196,7 +200,9 @@ def _cache() -> Path:
             return folder
     except (OSError, RuntimeError):
         pass
-    return Path(tempfile.mkdtemp(prefix="glm5-quant-"))
+    made = Path(tempfile.mkdtemp(prefix="glm5-quant-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def _words(error: Exception) -> str:

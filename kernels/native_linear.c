@@ -7,21 +7,32 @@
 
 static __thread void *kept[BUFFERS];
 static __thread int64_t sizes[BUFFERS];
-
-void *glm5_scratch(int64_t bytes, int which) {
-    if (sizes[which] < bytes || !kept[which]) {
-        free(kept[which]);
-        kept[which] = aligned_alloc(64, (size_t)((bytes + 127) / 64 * 64));
-        sizes[which] = kept[which] ? bytes : 0;
-    }
-    return kept[which];
-}
+static pthread_key_t at_exit;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static void release(void) {
     for (int i = 0; i < BUFFERS; i++) {
         free(kept[i]);
         kept[i] = NULL, sizes[i] = 0;
     }
+}
+
+static void leave(void *unused) {
+    (void)unused;
+    release();
+}
+
+static void make_key(void) { pthread_key_create(&at_exit, leave); }
+
+void *glm5_scratch(int64_t bytes, int which) {
+    if (sizes[which] < bytes || !kept[which]) {
+        pthread_once(&once, make_key);
+        pthread_setspecific(at_exit, kept); /* a thread that ends takes its memory along */
+        free(kept[which]);
+        kept[which] = aligned_alloc(64, (size_t)((bytes + 127) / 64 * 64));
+        sizes[which] = kept[which] ? bytes : 0;
+    }
+    return kept[which];
 }
 
 static int compute(const Job *job) {

@@ -97,14 +97,12 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def make_folder(folder: Path) -> bool:
-    """Create a folder and its parents; True if it was not there. UserError if something else is in the way."""
-    existed = folder.is_dir()
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents. UserError if something else is in the way."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise os_error(error, folder) from None
-    return not existed
 
 
 def check_writable(folder: Path) -> None:

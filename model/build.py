@@ -36,7 +36,8 @@ STACK = re.compile(r"(?:model\.)?layers\.(?P<layer>\d+)\..*\bexperts\.(?P<part>g
 def build_empty(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     """The family's CausalLM on the meta device, non-persistent buffers real (CPU), in eval mode.
 
-    Attention is "sdpa" where the family supports it, else "eager". Nothing of the folder is run.
+    Attention is "sdpa" where the family supports it, else "eager". Nothing of the folder is run. UserError for a config
+    that transformers takes and cannot build.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -44,9 +45,15 @@ def build_empty(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
     check_sizes(checkpoint)
     config = model_config(checkpoint.config, file=checkpoint.config_file)
+    config.return_dict = True  # transformers' own forward stumbles over its tuples
     attention = "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
-    with init_empty_weights(include_buffers=True):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with init_empty_weights(include_buffers=True):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # sizes that no layer can have: whatever it says concerns the user's file
+        reason = " ".join(str(error).split())[:300]
+        problem = f"no model can be built from this config: {type(error).__name__}: {reason}"
+        raise UserError(problem, file=checkpoint.config_file) from error
     _make_buffers(model)
     return model.eval().requires_grad_(False)
 

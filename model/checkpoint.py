@@ -213,6 +213,8 @@ class Checkpoint:
     def _check_finite(self, value: Tensor, info: TensorInfo, lead: int | None, first_row: int) -> None:
         if not value.is_floating_point() or not value.numel():
             return
+        if value.dtype.itemsize == 1:
+            value = value.float()  # FP8 has no order of its own
         low, high = torch.aminmax(value)  # one pass, no temporary; NaN spreads to both
         if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
             return

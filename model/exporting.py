@@ -92,26 +92,28 @@ def export(
 
     Raises:
         UserError: the journal is incomplete or of another source, the output folder is not empty (without
-            `overwrite`), overlaps an input or cannot be written, the disk is too small or fills up, a weight is not
-            finite. Nothing is left behind then.
+            `overwrite`), overlaps an input, is being written by another export or cannot be written, the disk is too
+            small or fills up, a weight is not finite. Nothing is left behind then.
     """
     if max_shard_bytes < 1:
         raise UserError("setting out of range", item="max_shard_bytes", found=max_shard_bytes, expected="1 or more")
-    output = expanded(output).absolute()
-    inputs = _open(checkpoint, expanded(journal))
-    staging.check_place(output, inputs.source.folder, inputs.journal.folder)
-    layout = _Layout.of(inputs, max_shard_bytes)
-    stage = staging.open_stage(output, layout.fingerprint(inputs), set(layout.names), overwrite=overwrite)
-    try:
-        atomic.check_free_space(output, layout.bytes_to_write(stage.files) + _SLACK_BYTES)
-        files, reused = _write(inputs, layout, stage.files, progress)
-        problems = check_structure(open_checkpoint(stage.files)).problems
-        if problems:
-            raise UserError("the export does not pass its own check", file=output, found="; ".join(problems[:3]))
-        stage.publish(layout.names)
-    except Exception:
-        stage.discard()
-        raise
+    output, journal = expanded(output).absolute(), expanded(journal)
+    source = open_checkpoint(checkpoint)
+    staging.check_place(output, source.folder, journal)
+    with staging.only_export(output):
+        inputs = _open(source, journal)
+        layout = _Layout.of(inputs, max_shard_bytes)
+        stage = staging.open_stage(output, layout.fingerprint(inputs), set(layout.names), overwrite=overwrite)
+        try:
+            atomic.check_free_space(output, layout.bytes_to_write(stage.files) + _SLACK_BYTES)
+            files, reused = _write(inputs, layout, stage.files, progress)
+            problems = check_structure(open_checkpoint(stage.files)).problems
+            if problems:
+                raise UserError("the export does not pass its own check", file=output, found="; ".join(problems[:3]))
+            stage.publish(layout.names)
+        except Exception:
+            stage.discard()
+            raise
     return _report(inputs, output, layout, stage, files, reused)
 
 
@@ -155,8 +157,8 @@ class _Layout:
         }
 
 
-def _open(checkpoint: str | Path, journal_folder: Path) -> _Inputs:
-    source, journal = open_checkpoint(checkpoint), open_journal(journal_folder)
+def _open(source: Checkpoint, journal_folder: Path) -> _Inputs:
+    journal = open_journal(journal_folder)
     if not journal.complete:
         done = len(journal.finished())
         after = " but not the step after the last" if done == journal.manifest.layers else ""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glm5_quant.model.checkpoint import Checkpoint
+from glm5_quant.model.checkpoint import DTYPES, Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.fp8 import WEIGHT_DTYPES, quantization_config
+from glm5_quant.model.routing import check_routing
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -182,15 +183,11 @@ def model_config(config: Mapping[str, Any], *, file: Path | str | None = None) -
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
         made = CONFIG_MAPPING[family.model_type].from_dict(plain)
+        experts = expert_count(made) if family.has_experts else 0
     except Exception as error:  # the class checks its values; whatever it says concerns the user's file
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"transformers refuses this config: {type(error).__name__}: {reason}", file=file) from error
-    there, taken = expert_count(made), getattr(made, "num_experts_per_tok", None)
-    if there and taken is not None and not 1 <= taken <= there:
-        raise UserError(
-            "a token cannot take so many experts", file=file, item="num_experts_per_tok", found=taken,
-            expected=f"1 to {there}",
-        )  # fmt: skip
+    check_routing(made, experts, file=file)
     return made
 
 
@@ -265,6 +262,7 @@ def linears(checkpoint: Checkpoint, family: Family) -> list[Linear]:
 
     UserError when weights are missing or of another shape, when no expert is found, or when the source is INT4 already.
     """
+    _refuse_unreadable(checkpoint)
     _refuse_quantized(checkpoint)
     finder = _Finder(checkpoint, family)
     result: list[Linear] = []
@@ -312,6 +310,12 @@ def mtp_tensors(checkpoint: Checkpoint, family: Family) -> list[str]:
         return extra or name.startswith(("mtp.", f"{prefix}mtp."))
 
     return [name for name in checkpoint.tensors if is_mtp(name)]
+
+
+def _refuse_unreadable(checkpoint: Checkpoint) -> None:
+    for info in checkpoint.tensors.values():
+        if info.dtype not in DTYPES:
+            raise UserError("values of this dtype cannot be read", file=info.file, item=info.name, found=info.dtype)
 
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:

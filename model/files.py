@@ -6,6 +6,7 @@ Every name that comes out of a file is hostile until checked here: it may point 
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -153,7 +154,7 @@ def side_files(folder: Path) -> list[Path]:
     """Everything but weights, indexes, config.json, hidden files and caches, in name order.
 
     UserError for a link that leads out of the folder (other than into the hub cache it lies in): copying it would
-    publish a stranger's file.
+    publish a stranger's file; and for a name that is no text, which no list of files can hold.
     """
     kept = []
     for path in sorted(folder.rglob("*")):
@@ -162,9 +163,17 @@ def side_files(folder: Path) -> list[Path]:
         if hidden or parts == ("config.json",) or path.name.endswith(WEIGHT_ENDINGS + LEFT_BEHIND_ENDINGS):
             continue
         if path.is_file():
+            _check_name(path.relative_to(folder), folder)
             _check_link(path, folder)
             kept.append(path)
     return kept
+
+
+def _check_name(name: Path, folder: Path) -> None:
+    try:
+        str(name).encode()
+    except UnicodeEncodeError:
+        raise UserError("a name that is not UTF-8", file=folder, found=os.fsencode(name), hint="Rename it") from None
 
 
 def _check_link(path: Path, folder: Path) -> None:

@@ -42,6 +42,7 @@ class LayerRunner:
         self.model: Any = build_empty(checkpoint, dtype)
         self.base: Any = self.model.model
         self.config: Any = self.model.config
+        self.config.output_router_logits = False  # recorders hand out none to make a loss of
         self._keep_fp32 = fp32_patterns(self.model, dtype)
 
     @property

@@ -26,10 +26,10 @@ from glm5_quant.model.exported import Exported, as_exported
 from glm5_quant.model.families import Linear, disk_name, family_of, linears
 from glm5_quant.model.input_scales import read_scale, stacked
 from glm5_quant.model.modules import Compensation, EightEmbedding, EightLinear, PackedExperts, PackedLinear
-from glm5_quant.model.placing import DeviceMap, Placement, auto_map, outer_parts
+from glm5_quant.model.placing import DeviceMap, Placement, auto_map, check_map, outer_parts
 from glm5_quant.model.plain import make_plain_linears
 from glm5_quant.model.scheme import InputScheme
-from glm5_quant.model.sidecar import open_sidecar, sidecar_faults
+from glm5_quant.model.sidecar import open_sidecar, read_index, sidecar_faults
 
 GROUP_SIZE = 64
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -62,6 +62,8 @@ def load(
 ) -> Any:
     """A `transformers` model in eval mode; `model.glm5_quant` is a `LoadSummary`, `model.packed_count` its main number.
 
+    A loaded export has no `save_pretrained`: the folder itself is what can be kept.
+
     Args:
         folder: a source checkpoint or an export (a folder, or a hub id for sources).
         dtype: of everything that is not packed, and of the computation; None takes the checkpoint's. Router correction
@@ -76,7 +78,7 @@ def load(
 
     Raises:
         UserError: config and weights disagree about quantization, tensors are missing or of another shape, values are
-            not finite, or the sidecar needs what this version does not know.
+            not finite, the sidecar needs what this version does not know, or the device map names no part.
     """
     checkpoint = open_checkpoint(folder)
     exported = as_exported(checkpoint)
@@ -88,6 +90,7 @@ def load(
     keep_fp32 = fp32_patterns(model, dtype)
     compensated = packer.compensate() if packer else ()
     chosen = auto_map(model, checkpoint) if device_map == "auto" else device_map or {"": device}
+    check_map(cast(DeviceMap, chosen), model)
     placement = Placement(cast(DeviceMap, chosen), None if offload is None else Path(offload))
     for i, layer in enumerate(model.model.layers):
         packed = packer.fill_layer(i) if packer else []
@@ -104,9 +107,18 @@ def load(
     model.packed_count = model.glm5_quant.packed_count
     if exported:
         make_plain_linears(model)
+        model.save_pretrained = refuse_saving
     checkpoint.close()
     model.eval()
     return model if device_map is None else placement.connect(model)
+
+
+def refuse_saving(*args: Any, **kwargs: Any) -> None:
+    """In the place of a loaded export's `save_pretrained`: what it would write, no reader takes for a model."""
+    raise UserError(
+        "a loaded export cannot be saved again: its tensors are in the order that the kernels read",
+        hint="Copy the folder it was loaded from; `state_dict` serves within one process",
+    )
 
 
 class _Packer:
@@ -201,7 +213,8 @@ class _Packer:
         """Rows that are computed in source precision, and their weights."""
         if self.extra is None or f"{name}.row_index" not in self.extra.tensors:
             return None
-        return self.extra.read(f"{name}.row_index"), self.extra.read(f"{name}.row_weight")
+        index_R = read_index(self.extra, f"{name}.row_index", self.exported.shapes[name][0])
+        return index_R, self.extra.read(f"{name}.row_weight")
 
     def _matrix(self, name: str) -> PackedMatrix:
         codes_NK, grid = self.exported.read(name)
@@ -269,7 +282,7 @@ class _Packer:
             if self.extra is None or f"{name}.shadow_index" not in self.extra.tensors:
                 continue
             self.shadow_count += 1
-            index = self.extra.read(f"{name}.shadow_index").to(torch.int32)
+            index = read_index(self.extra, f"{name}.shadow_index", self.exported.shapes[name][1])
             weight_NS = self.extra.read(f"{name}.shadow_weight")
             residual_SN = torch.zeros(len(index), n, dtype=weight_NS.dtype)
             residual_SN[:, first : first + weight_NS.shape[0]] = weight_NS.T

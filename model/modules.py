@@ -22,7 +22,18 @@ from glm5_quant.quant.grid import Grid, dequantize
 EIGHT_WEIGHTS = 1 << 22
 
 
-class _PackedModule(nn.Module):
+class _Stored(nn.Module):
+    """Buffers that another device may get, but never another dtype: codes belong to their scales as they are stored."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        def moved(tensor: Tensor) -> Tensor:
+            found: Tensor = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        return super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+
+
+class _PackedModule(_Stored):
     """Keeps packed matrices as buffers, so that `.to(device)` and `state_dict` work, and hands them out whole."""
 
     def __init__(self, backend: str | None) -> None:
@@ -78,7 +89,16 @@ class _PackedModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # Moving a module replaces its buffers: what was handed out before points to the old ones.
         self._cache.clear()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # What a backend made of the codes belongs to the values before.
+        self._cache.clear()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without what was made of the buffers, which holds addresses."""
+        return self.__dict__ | {"_cache": {}}
 
 
 class PackedLinear(_PackedModule):
@@ -102,7 +122,7 @@ class PackedLinear(_PackedModule):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.describe('weight')}"
 
 
-class EightLinear(nn.Module):
+class EightLinear(_Stored):
     """A linear layer on 8-bit codes (quant/eight.py): x [..., K] -> [..., N] in x's dtype.
 
     On a CPU our kernel reads the codes; elsewhere weights are restored some rows at a time and multiplied as usual, in
@@ -157,7 +177,7 @@ class EightLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits=8"
 
 
-class EightEmbedding(nn.Module):
+class EightEmbedding(_Stored):
     """An embedding on 8-bit codes: ids [...] -> [..., K] in `dtype`. `rows` as for `EightLinear`, ascending."""
 
     row_index: Tensor | None
@@ -190,6 +210,11 @@ class EightEmbedding(nn.Module):
         kept = self.get_buffer("row_weight")[place].to(self.dtype)
         return torch.where((self.row_index[place] == ids)[..., None], kept, out)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        # What is looked up goes with the model where a weight would.
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return super()._apply(fn, recurse)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, bits=8"
 
@@ -221,7 +246,7 @@ class PackedExperts(_PackedModule):
         return f"num_experts={self.num_experts}, activation={self.activation}, {self.describe('gate_up')}"
 
 
-class Compensation(nn.Module):
+class Compensation(_Stored):
     """Adds `gain * vector` to a decoder layer's output: the part of the quantization error that calibration predicts.
 
     vector: float32 [D]; gain: float32 scalar. Used as a forward hook, since layers return a tensor or a tuple.

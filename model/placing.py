@@ -70,6 +70,15 @@ class Placement:
         raise UserError("the device map has no place for a part of the model", item=path, hint='give one for ""')
 
 
+def check_map(device_map: DeviceMap, model: Any) -> None:
+    """UserError for a name that is no part and holds none: what it asks for would be passed over in silence."""
+    parts = [*(f"model.layers.{i}" for i in range(len(model.model.layers))), *outer_parts(model)]
+    for name in device_map:
+        if name and not any(f"{part}.".startswith(f"{name}.") for part in parts):
+            expected = ", ".join(["model.layers.N", *outer_parts(model)])
+            raise UserError("the device map names what is not placed by itself", item=name, expected=expected)
+
+
 def auto_map(model: Any, checkpoint: Checkpoint, budgets: Mapping[str | int, float] | None = None) -> dict[str, Any]:
     """A complete device map: layers in order onto the devices in order, everything else with the first.
 

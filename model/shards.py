@@ -16,23 +16,10 @@ import torch
 from torch import Tensor
 
 from glm5_quant.model import atomic
+from glm5_quant.model.checkpoint import DTYPES
 from glm5_quant.model.errors import UserError
 
-TORCH_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_ALIGNMENT = 8
 
 
@@ -46,7 +33,7 @@ class Spec:
 
     @property
     def item_bytes(self) -> int:
-        return TORCH_DTYPES[self.dtype].itemsize
+        return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:

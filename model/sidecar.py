@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo
 from glm5_quant.model.errors import UserError
@@ -48,6 +49,15 @@ KINDS = {
     "activation_scale": "activations",
     "row_index": "numeric_rows",
     "row_weight": "numeric_rows",
+}
+PARTNERS = {
+    "shadow_index": "shadow_weight",
+    "shadow_weight": "shadow_index",
+    "shadow_scale": "shadow_weight",
+    "row_index": "row_weight",
+    "row_weight": "row_index",
+    "compensation": "compensation_gain",
+    "compensation_gain": "compensation",
 }
 FEATURES = frozenset({*KINDS.values(), "rotation", "activations"})
 
@@ -127,12 +137,83 @@ def describe(
 
 
 def sidecar_faults(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
-    """Where an export's config and its sidecar disagree on what is done to inputs, or channel scales are missing."""
+    """Where an export's config and its sidecar disagree on what is done to inputs, channel scales are missing, or a
+    tensor does not fit the matrix or layer that it is for. By headers alone."""
     inputs = exported.scheme.inputs
     faults = header_faults(opened[1].tensors if opened else {}, exported.four, inputs.activations)
+    faults += _tensor_faults(exported, opened[1].tensors) if opened else []
     if opened and opened[0].inputs != inputs:
         here, there = inputs.model_dump(), opened[0].inputs.model_dump()
         faults.insert(0, f"config.json says of the inputs {here}, {JSON_NAME} says {there}")
+    return faults
+
+
+def _tensor_faults(exported: Exported, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    faults = []
+    for name, info in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind not in PARTNERS:
+            continue
+        wanted = _wanted(exported, tensors, module, kind)
+        scaled = kind == "shadow_weight" and info.dtype == "I8" and f"{module}.shadow_scale" not in tensors
+        if f"{module}.{PARTNERS[kind]}" not in tensors or scaled:
+            faults.append(f"{name}: stored without {'shadow_scale' if scaled else PARTNERS[kind]}")
+        elif wanted is None:
+            faults.append(f"{name}: nothing in this export that it could be for")
+        elif info.dtype not in wanted[0] or info.shape != wanted[1]:
+            faults.append(f"{name}: {info.dtype} {list(info.shape)}, expected {wanted[0][0]} {list(wanted[1])}")
+    return faults
+
+
+def _wanted(
+    exported: Exported, tensors: Mapping[str, TensorInfo], module: str, kind: str
+) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Dtypes and shape of one tensor; None where there is no matrix or layer for it."""
+    if kind.startswith("compensation"):
+        norm = exported.checkpoint.tensors.get(f"{module}.input_layernorm.weight")
+        return None if norm is None else (("F32",), norm.shape if kind == "compensation" else ())
+    stem = kind.split("_")[0]
+    shape = exported.shapes.get(module) if (module in exported.eight) == (stem == "row") else None
+    index = tensors.get(f"{module}.{stem}_index")
+    if shape is None or index is None:
+        return None
+    count = index.shape[0] if index.shape else 0
+    return {
+        "shadow_index": (("I32",), (count,)),
+        "shadow_weight": (("F16", "BF16", "F32", "I8"), (shape[0], count)),
+        "shadow_scale": (("F16", "BF16", "F32"), (count,)),
+        "row_index": (("I32",), (max(count, 1),)),
+        "row_weight": (("BF16", "F16", "F32"), (count, shape[1])),
+    }[kind]
+
+
+def read_index(extra: Checkpoint, name: str, limit: int) -> Tensor:
+    """Rows or columns that a sidecar tensor names, int32. UserError for one outside 0 to limit - 1, which a kernel
+    would read past its matrix for, and for rows out of order, which are searched by halves."""
+    index = extra.read(name)
+    lowest, highest = (int(index.min()), int(index.max())) if index.numel() else (0, 0)
+    file = extra.info(name).file
+    if not 0 <= lowest <= highest < limit:
+        found, expected = f"{lowest} to {highest}", f"0 to {limit - 1}"
+        raise UserError("points outside its matrix", file=file, item=name, found=found, expected=expected)
+    if name.endswith("row_index") and not bool((index.diff() > 0).all()):
+        raise UserError("rows are not in ascending order", file=file, item=name)
+    return index
+
+
+def unreadable(exported: Exported, extra: Checkpoint) -> list[str]:
+    """Tensors of the sidecar whose values `load` would refuse, channel scales aside."""
+    faults = []
+    for name in extra.tensors:
+        module, _, kind = name.rpartition(".")
+        try:
+            if kind in ("shadow_index", "row_index"):
+                n, k = exported.shapes[module]
+                read_index(extra, name, k if kind == "shadow_index" else n)
+            elif kind in PARTNERS:
+                extra.read(name)
+        except UserError as error:
+            faults.append(str(error))
     return faults
 
 

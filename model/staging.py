@@ -11,13 +11,13 @@ reader can load the folder.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5_quant.model import atomic
+from glm5_quant.model import atomic, lock
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.files import INDEX_NAME, read_json
 from glm5_quant.model.journal import SIDECAR_PREFIX
@@ -39,7 +39,6 @@ class Stage:
     `leftovers`: what a killed export left there, in words."""
 
     output: Path
-    created: bool
     replaced: frozenset[str]
     leftovers: tuple[str, ...]
 
@@ -69,12 +68,26 @@ class Stage:
         atomic.remove(self.folder)
 
     def discard(self) -> None:
-        """Leave the output folder as it was found: no stage, and no folder where there was none."""
+        """Leave no stage in the output folder."""
         with suppress(UserError):
             atomic.remove(self.folder)
-        if self.created:
-            with suppress(OSError):
-                self.output.rmdir()
+
+
+@contextmanager
+def only_export(output: Path) -> Iterator[None]:
+    """While this is held no other export works in the output folder. Folders that were made for nothing go again.
+
+    Raises:
+        UserError: another export works there, or the folder cannot be written.
+    """
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    try:
+        with lock.only_run(output, lock.EXPORT, instead="choose another output folder"):
+            yield
+    finally:
+        with suppress(OSError):  # the first that holds anything ends it
+            for folder in made:
+                folder.rmdir()
 
 
 def check_place(output: Path, *protected: Path) -> None:
@@ -111,9 +124,9 @@ def open_stage(output: Path, plan: dict[str, Any], names: set[str], *, overwrite
             that does not belong to a model.
     """
     replaced = _check_content(output, names, overwrite) if output.is_dir() else frozenset[str]()
-    created = atomic.make_folder(output)
+    atomic.make_folder(output)
     atomic.check_writable(output)
-    stage = Stage(output=output, created=created, replaced=replaced, leftovers=tuple(_take_up(output, plan, names)))
+    stage = Stage(output=output, replaced=replaced, leftovers=tuple(_take_up(output, plan, names)))
     stage.files.mkdir(parents=True, exist_ok=True)
     atomic.write_bytes(stage.folder / "plan.json", atomic.json_bytes(plan))
     return stage
@@ -121,7 +134,7 @@ def open_stage(output: Path, plan: dict[str, Any], names: set[str], *, overwrite
 
 def _check_content(output: Path, names: set[str], overwrite: bool) -> frozenset[str]:
     """Names of what lies in the folder and makes room for the export."""
-    entries = frozenset(path.name for path in output.iterdir() if path.name != STAGE_NAME)
+    entries = frozenset(path.name for path in output.iterdir() if path.name not in (STAGE_NAME, lock.EXPORT))
     publishing = (output / STAGE_NAME / "publishing").exists()
     tops = {name.split("/")[0] for name in names}
     others = sorted(entry for entry in entries if not (publishing and entry in tops))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from glm5_quant.model import atomic, staging
+from glm5_quant.model.beside import differences
 from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -27,7 +28,7 @@ from glm5_quant.model.input_scales import read_scale, value_faults
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
 from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY, rotation_of
-from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults
+from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults, unreadable
 
 DEFAULT_SAMPLES = 32
 _VARYING = re.compile(r"[\d./]")
@@ -87,14 +88,16 @@ class VerifyReport:
 
 
 def verify(folder: str | Path, source: str | Path | None = None, *, samples: int = DEFAULT_SAMPLES) -> VerifyReport:
-    """Read an export back. With `source`, also compare: every tensor present, unpacked ones bit for bit, and the
-    dequantization error of `samples` matrices spread over the model. Where the stream was rotated inside the weights,
-    the source is rotated the same way first.
+    """Read an export back. With `source`, also compare: every tensor present, unpacked ones bit for bit, the values of
+    config.json, the files beside it, and the dequantization error of `samples` matrices spread over the model. Where
+    the stream was rotated inside the weights, the source is rotated the same way first.
 
     Raises:
-        UserError: the folder is no checkpoint at all (missing, cut or lying files); smaller faults are in the report.
+        UserError: the folder or the source is no checkpoint at all (missing, cut or lying files); smaller faults are in
+            the report.
     """
     checkpoint = open_checkpoint(folder)
+    given = None if source is None else open_checkpoint(source)
     structure = check_structure(checkpoint)
     problems, warnings = list(structure.problems), list(_mtp_warnings(checkpoint))
     opened: tuple[SidecarRecord, Checkpoint] | None = None
@@ -107,18 +110,22 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
     exported, other_source = structure.exported, None
     if exported is not None:
         problems += [] if problems else _model_problems(exported)
-        problems += _value_problems(exported)
+        if given is not None:
+            other_source = _other_source(exported, given, opened)
+        alone = given is None or other_source is not None
+        # What a comparison reads is not read twice.
+        problems += _value_problems(exported, checkpoint.tensors if alone else opened[0].replaced if opened else ())
         faulty = _sidecar_problems(exported, opened)
         problems += faulty
-        if source is not None:
-            given = open_checkpoint(source)
-            other_source = _other_source(exported, given, opened)
-            if other_source is None:
-                original = _as_calibrated(given, opened)
-                compared, faults = _compare(exported, original, opened[0] if opened else None)
-                problems += faults
-                found, remarks = _sample(exported, original, opened, 0 if faulty else samples)
-                warnings += remarks
+        if given is not None and other_source is None:
+            original = _as_calibrated(given, opened)
+            compared, faults = _compare(exported, original, opened[0] if opened else None)
+            problems += faults
+            beside = differences(checkpoint, original, untied=_has_own_head(checkpoint, original))
+            problems += beside.problems
+            found, remarks, faults = _sample(exported, original, opened, 0 if faulty else samples)
+            problems += [fault for fault in faults if fault not in problems]
+            warnings += [*beside.warnings, *remarks]
     features = tuple(opened[0].features) if opened else ()
     return VerifyReport(
         folder=checkpoint.folder,
@@ -252,8 +259,14 @@ def _ignore_problems(exported: Exported) -> Iterator[str]:
             yield f"{module}: in the ignore list, but not stored as an unpacked matrix"
 
 
-def _value_problems(exported: Exported) -> Iterator[str]:
-    """Scales that are not finite or not above zero."""
+def _value_problems(exported: Exported, plain: Iterable[str]) -> Iterator[str]:
+    """Scales that are not finite or not above zero, and those of the `plain` tensors that are not finite."""
+    for name in plain:
+        if name in exported.checkpoint.tensors and not name.endswith(PART_ENDINGS):
+            try:
+                exported.checkpoint.read(name)
+            except UserError as error:
+                yield str(error)
     for module in exported.shapes:
         try:
             scale = exported.checkpoint.read(module + SCALE)
@@ -268,6 +281,8 @@ def _value_problems(exported: Exported) -> Iterator[str]:
 def _sidecar_problems(exported: Exported, opened: tuple[SidecarRecord, Checkpoint] | None) -> list[str]:
     """What `load` would refuse of the sidecar, and the values of activation scales."""
     faults = sidecar_faults(exported, opened)
+    if not faults and opened is not None:
+        faults = unreadable(exported, opened[1])
     if faults or opened is None or exported.scheme.inputs.activations != "int4-channel":
         return faults
     try:
@@ -290,8 +305,8 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
             problems.append(f"{name}: in the source, but not in the export")
         elif here.shape != info.shape:
             problems.append(f"{name}: shape {list(here.shape)}, the source has {list(info.shape)}")
-        elif not torch.equal(checkpoint.read(name), original.read(name)):
-            problems.append(f"{name}: differs from the source")
+        elif (fault := _difference(checkpoint, original, name)) is not None:
+            problems.append(fault)
         compared += 1
     extra = [n for n in checkpoint.tensors if n not in original.tensors and n not in replaced]
     known = {linear.name for linear in _linears_of(original)} | {n.removesuffix(".weight") for n in original.tensors}
@@ -308,6 +323,19 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
     return compared, problems
 
 
+def _difference(checkpoint: Checkpoint, original: Checkpoint, name: str) -> str | None:
+    try:
+        return None if torch.equal(checkpoint.read(name), original.read(name)) else f"{name}: differs from the source"
+    except UserError as error:  # not finite
+        return str(error)
+
+
+def _has_own_head(checkpoint: Checkpoint, original: Checkpoint) -> bool:
+    """Whether the export holds a head, plain or packed, that is tied to the embedding in the source."""
+    head = head_name(original) + ".weight"
+    return head not in original.tensors and any(name.startswith(head) for name in checkpoint.tensors)
+
+
 def _as_calibrated(source: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None) -> Checkpoint:
     """The source, with its stream rotated inside the weights where that is what was quantized."""
     return source if opened is None else as_rotated(source, rotation_of(opened[0].settings))
@@ -319,19 +347,24 @@ def _linears_of(original: Checkpoint) -> list[Linear]:
 
 def _sample(
     exported: Exported, original: Checkpoint, opened: tuple[SidecarRecord, Checkpoint] | None, count: int
-) -> tuple[tuple[SampledError, ...], list[str]]:
-    """Errors of `count` matrices evenly spread over the model, and what to warn of in them. What is done to inputs at
-    run time is taken back."""
+) -> tuple[tuple[SampledError, ...], list[str], list[str]]:
+    """Errors of `count` matrices evenly spread over the model, what to warn of in them, and which cannot be read. What
+    is done to inputs at run time is taken back."""
     extra = opened[1] if opened else None
     candidates = [linear for linear in _linears_of(original) if linear.name in exported.shapes]
     chosen = [candidates[i * len(candidates) // count] for i in range(min(count, len(candidates)))]
     if len(candidates) <= count:
         chosen = candidates
-    errors = [(linear.name, _relative_error(exported, extra, original, linear)) for linear in chosen]
+    errors, faults = [], []
+    for linear in chosen:
+        try:
+            errors.append((linear.name, _relative_error(exported, extra, original, linear)))
+        except UserError as error:  # not finite, here or in the source
+            faults.append(str(error))
     limit = max(OUTLIER_FLOOR, OUTLIER_RATIO * statistics.median(e for _, e in errors)) if errors else OUTLIER_FLOOR
     samples = tuple(SampledError(module=name, error=error, outlier=error >= limit) for name, error in errors)
     what = "far above the rest: sound where its inputs hardly vary, which `eval` tells"
-    return samples, [f"{s.module}: relative error {s.error:.3f}, {what}" for s in samples if s.outlier]
+    return samples, [f"{s.module}: relative error {s.error:.3f}, {what}" for s in samples if s.outlier], faults
 
 
 def _relative_error(exported: Exported, extra: Checkpoint | None, original: Checkpoint, linear: Linear) -> float:

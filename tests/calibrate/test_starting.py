@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,19 @@ import torch
 from support_calibrate import sample_text, small
 from support_models import edit_config, rewrite, tiny, tiny_q3
 
-from glm5_quant.calibrate import lock
-from glm5_quant.calibrate.lock import only_run
 from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.run import StoppedSafely
 from glm5_quant.calibrate.settings import Settings, quant_config
+from glm5_quant.model import lock
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.journal import open_journal
 from glm5_quant.quant.factor import order_columns
 from glm5_quant.quant.target import ridge
+
+
+def only_run(folder: Path) -> AbstractContextManager[None]:
+    return lock.only_run(folder, lock.CALIBRATION, instead="use another --work-dir")
 
 
 def test_a_second_run_in_the_same_folder_is_refused_by_process(tmp_path: Path) -> None:
@@ -32,21 +35,21 @@ def test_a_second_run_in_the_same_folder_is_refused_by_process(tmp_path: Path) -
         small(model, tmp_path / "w")
     assert not (tmp_path / "w" / "calibration").exists()
     small(model, tmp_path / "w")
-    assert not (tmp_path / "w" / lock.NAME).exists()
+    assert not (tmp_path / "w" / lock.CALIBRATION).exists()
 
 
 def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
     code = (
         "import os, signal, pathlib, sys\n"
-        "from glm5_quant.calibrate.lock import only_run\n"
-        "with only_run(pathlib.Path(sys.argv[1])):\n"
+        "from glm5_quant.model import lock\n"
+        "with lock.only_run(pathlib.Path(sys.argv[1]), lock.CALIBRATION, instead=''):\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert (tmp_path / lock.NAME).exists()
+    assert (tmp_path / lock.CALIBRATION).exists()
     with only_run(tmp_path):
-        assert (tmp_path / lock.NAME).read_text() == str(os.getpid())
-    assert not (tmp_path / lock.NAME).exists()
+        assert (tmp_path / lock.CALIBRATION).read_text() == str(os.getpid())
+    assert not (tmp_path / lock.CALIBRATION).exists()
 
 
 def test_where_a_system_has_no_locks_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support_models import byte_tokenizer, rewrite, tiny_glm
+from support_models import byte_tokenizer, edit_config, rewrite, tiny_glm
 from typer.testing import CliRunner
 
 import glm5_quant.cli.main as main
@@ -184,6 +185,16 @@ def test_inspect_shows_journal_layer_export_and_source(work: Path, model: Path) 
     assert "pack-quantized" in _run("inspect", str(work / "export")).stdout
     assert "mlp.gate.weight" in _run("inspect", str(model), "--layer", "1").stdout
     assert "not quantized" in _run("inspect", str(model)).stdout
+
+
+def test_inspect_names_any_format_and_a_layer_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    for settings, shown in ((None, "not quantized"), ("odd", "not quantized"), ({"quant_method": "fp8"}, "fp8")):
+        copy = Path(shutil.copytree(model, tmp_path / shown, dirs_exist_ok=True))
+        edit_config(copy, quantization_config=settings)
+        assert re.search(rf"format +{shown}", _run("inspect", str(copy)).stdout)
+    done = _run("inspect", str(model), "--layer", "99")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "no tensor of this layer; found 99" in done.stderr
 
 
 def test_inspect_as_json_has_every_record(work: Path, model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,6 +14,9 @@ from support_kernels import random_packed
 
 from glm5_quant.kernels import dispatch
 from glm5_quant.kernels.dispatch import choose_backend, experts, linear
+from glm5_quant.kernels.inputs import rotate
+from glm5_quant.kernels.layout import Inputs
+from glm5_quant.model.modules import EightLinear
 
 
 def test_the_environment_overrides_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,3 +80,31 @@ def test_what_experts_cannot_take_is_named() -> None:
         experts(x, index, weight, gate_up, random_packed(64, 65, 2)[0])
     with pytest.raises(ValueError, match="activation must be one of silu, gelu"):
         experts(x, index, weight, gate_up, down, activation="swish")
+
+
+@pytest.mark.parametrize("inputs", [None, Inputs(hadamard=True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_go_through_whatever_the_backend(dtype: torch.dtype, inputs: Inputs | None) -> None:
+    """d sum(y) / d x = column sums of W, also after a pass in inference mode."""
+    packed, weight = random_packed(24, 128, dtype=torch.bfloat16)
+    packed = replace(packed, inputs=inputs)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        linear(x, packed)
+    leaf = x.clone().requires_grad_(True)
+    linear(leaf, packed, backend="cpu").float().sum().backward()
+    want = weight.double().sum(0)
+    want = want if inputs is None else rotate(want.float()[None])[0].double()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad[0].double(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_go_through_experts_and_eight_bit_heads() -> None:
+    gate_up, down = random_packed(64, 64, 2)[0], random_packed(64, 32, 2)[0]
+    x = torch.randn(3, 64).bfloat16().requires_grad_(True)
+    index, weight = torch.tensor([[0], [1], [2]]), torch.ones(3, 1, requires_grad=True)
+    experts(x, index, weight, gate_up, down, backend="cpu").float().sum().backward()
+    assert x.grad is not None and weight.grad is not None
+    assert bool((x.grad.abs().sum(-1) > 0).tolist() == [True, True, False])
+    head = EightLinear(torch.randint(0, 256, (7, 64), dtype=torch.uint8), torch.ones(7, 1).bfloat16(), group_size=64)
+    assert head(x).requires_grad

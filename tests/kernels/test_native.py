@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -301,3 +304,44 @@ def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.Monkey
     elsewhere = native._cache()
     assert elsewhere.parent != tmp_path and elsewhere.stat().st_uid == os.getuid()
     elsewhere.rmdir()
+
+
+@needs_native
+def test_threads_that_end_take_their_memory_along() -> None:
+    packed, _ = random_packed(512, 4096, dtype=torch.bfloat16)
+    x = random_tokens(256, 4096, torch.bfloat16)
+
+    def run(count: int) -> int:
+        for _ in range(count):
+            thread = threading.Thread(target=native.linear, args=(x, packed, torch.float32))
+            thread.start()
+            thread.join()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = run(5)
+    assert run(40) - before < 40 * 2**20  # 2 MiB each, if they did not
+
+
+@needs_native
+def test_a_compiler_may_be_named_by_more_than_one_word(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = tmp_path / "note"
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" > {note}\nexit 1\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CC", f"{wrapper} gcc -m64")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is None
+    assert note.read_text().startswith("gcc -m64 -O3 ")
+
+
+@needs_native
+def test_a_temporary_cache_goes_with_the_process(tmp_path: Path) -> None:
+    code = "from glm5_quant.kernels import native; print(native._cache())"
+    settings = {"HOME": "/proc/none", "XDG_CACHE_HOME": "", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).parent == tmp_path
+    assert list(tmp_path.iterdir()) == []

@@ -97,3 +97,23 @@ def test_glm5_itself_is_checked_in_seconds(tmp_path: Path) -> None:
     begin = time.monotonic()
     check(tmp_path)
     assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(("model_type", "settings", "reason"), [
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "ZeroDivisionError"),
+    ("glm4", {"pad_token_id": 151329}, "Padding_idx must be within num_embeddings"),
+    ("glm5_ref", {"pad_token_id": "x"}, "TypeError"),
+    ("granitemoe", {"head_dim": None}, "TypeError"),
+])  # fmt: skip
+def test_a_config_that_transformers_takes_and_cannot_build_is_a_message(
+    tmp_path: Path, model_type: str, settings: dict[str, object], reason: str
+) -> None:
+    edit_config(tiny(model_type, tmp_path), **settings)
+    with pytest.raises(UserError, match=rf"config.json: no model can be built from this config: .*{reason}"):
+        check(tmp_path)
+
+
+def test_a_count_of_experts_that_is_no_number_is_a_message(tmp_path: Path) -> None:
+    edit_config(tiny_q3(tmp_path), num_local_experts="many")
+    with pytest.raises(UserError, match=r"config.json: transformers refuses this config: ValueError: .*many"):
+        check(tmp_path)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from support_journal import content, edit_layer, make_journal, packed_parts, rtn, source_record
-from support_models import edit_config, rewrite, stack_experts, tiny, tiny_q3
+from support_models import edit_config, read_tensors, rewrite, stack_experts, tiny, tiny_q3, write_tensors
 
-from glm5_quant.model import atomic, export, exporting, staging
+from glm5_quant.model import atomic, export, exporting, lock, staging
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.journal import Manifest, read_model, write_record
@@ -169,7 +169,7 @@ def test_o26_a_killed_export_is_taken_up_and_ends_with_the_bytes_of_an_unbroken_
     export_killed(when, source, journal, out)
     # O-19: nothing a reader could take for a model, and the next run says what it found.
     assert not (out / "config.json").exists()
-    moved = [p.name for p in out.iterdir() if p.name != staging.STAGE_NAME]
+    moved = [p.name for p in out.iterdir() if p.name not in (staging.STAGE_NAME, lock.EXPORT)]
     assert len(moved) == (0 if when == "shard" else 3)
     report = export(source, journal, out, max_shard_bytes=SHARD_BYTES)
     assert content(out) == content(tmp_path / "whole")
@@ -385,3 +385,42 @@ def test_o24_the_export_checks_its_own_output(q3, tmp_path, monkeypatch):
 def test_a_bad_shard_limit_is_refused(q3, tmp_path):
     with pytest.raises(UserError, match="max_shard_bytes: setting out of range"):
         export(*q3, tmp_path / "out", max_shard_bytes=0)
+
+
+def test_a_second_export_to_the_folder_is_refused_at_once_and_the_first_one_ends_well(q3, tmp_path):
+    whole, out, refusals = export(*q3, tmp_path / "whole", max_shard_bytes=SHARD_BYTES), tmp_path / "out", []
+
+    def second(done, total, name):
+        if not refusals:
+            with pytest.raises(UserError, match=rf"out: another run \(process {os.getpid()}\) is working here"):
+                export(*q3, out, max_shard_bytes=SHARD_BYTES, overwrite=True)
+            refusals.append(name)
+
+    report = export(*q3, out, max_shard_bytes=SHARD_BYTES, progress=second)
+    assert refusals
+    assert report.files == whole.files
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_refused_export_leaves_no_folder_that_was_made_for_it(q3, tmp_path):
+    journal = make_journal(q3[0], tmp_path / "journal")
+    (journal / "finish.json").unlink()
+    with pytest.raises(UserError, match="not finished"):
+        export(q3[0], journal, tmp_path / "new" / "deep" / "out")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.complex64, torch.float8_e8m0fnu])
+def test_a_tensor_of_a_rare_dtype_is_copied_bit_for_bit(tmp_path, dtype):
+    source = tiny_q3(tmp_path / "source")
+    extra = torch.arange(1, 65, dtype=torch.uint8).view(dtype)
+    write_tensors(source, read_tensors(source) | {"model.extra": extra})
+    export(source, make_journal(source, tmp_path / "journal"), tmp_path / "out")
+    assert torch.equal(read_tensors(tmp_path / "out")["model.extra"].view(torch.uint8), extra.view(torch.uint8))
+
+
+def test_a_side_file_whose_name_is_no_text_is_named_before_work(tmp_path):
+    source = tiny_q3(tmp_path / "source")
+    Path(os.fsdecode(os.fsencode(source) + b"/\xff.txt")).write_text("")
+    with pytest.raises(UserError, match=r"source: a name that is not UTF-8; found b'\\xff.txt'. Rename it"):
+        open_checkpoint(source).side_files()

@@ -363,3 +363,20 @@ def test_an_fp16_model_keeps_in_f32_what_its_class_names(tmp_path: Path) -> None
     found = LayerRunner(checkpoint, family_of(checkpoint.config), torch.float16).load_layer(2).state_dict()
     wide = sorted(name for name, tensor in found.items() if tensor.dtype == torch.float32)
     assert wide == ["mlp.gate.e_score_correction_bias", "mlp.gate.weight", "self_attn.indexer.weights_proj.weight"]
+
+
+@pytest.mark.parametrize("settings", [{"output_router_logits": True}, {"return_dict": False}])
+def test_a_config_that_asks_for_other_outputs_changes_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Training leaves `output_router_logits` behind, which wants a loss of what recorders do not hand out."""
+    folder, ids = tiny("qwen3_moe", tmp_path), torch.arange(24)[None]
+
+    def run() -> Tensor:
+        runner = runner_of(folder)
+        hidden = runner.embed(ids)
+        for layer, kwargs in enumerate(runner.kwargs_for(ids)):
+            hidden, _ = runner.run_layer(runner.load_layer(layer), hidden, kwargs)
+        return runner.logits(hidden)
+
+    want = run()
+    edit_config(folder, **settings)
+    assert torch.equal(run(), want)

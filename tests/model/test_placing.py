@@ -80,3 +80,11 @@ def test_a_map_with_a_hole_and_a_disk_without_a_folder_are_refused(tmp_path):
         load(folder, device_map={"model.layers.0": "cpu"})
     with pytest.raises(UserError, match="no folder was named"):
         load(folder, device_map={"": "disk"})
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp", "model.layers.7", "model.layer", "head"])
+def test_a_name_that_is_no_part_of_the_model_is_refused(tmp_path, name):
+    folder = Path(tiny_q3(tmp_path / "source"))
+    with pytest.raises(UserError, match=rf"{name}: the device map names what is not placed.*model.norm.*lm_head"):
+        load(folder, device_map={"": "cpu", name: "cpu"})
+    load(folder, device_map={"model": "cpu", "lm_head": "cpu", "model.layers": "cpu", "model.layers.1": "cpu"})

@@ -1,4 +1,4 @@
-"""One run at a time in a work folder: two would write the same files and mix their streams."""
+"""One run at a time in a folder that is written: two would write the same files over each other."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ try:
 except ImportError:  # Windows has none; there runs are not kept apart.
     fcntl = None  # type: ignore[assignment]
 
-NAME = ".calibration.lock"
+CALIBRATION, EXPORT = ".calibration.lock", ".glm5-quant-export.lock"
 
 
 @contextmanager
-def only_run(folder: Path) -> Iterator[None]:
-    """Hold `folder`'s lock; it goes with the process, however that ends.
+def only_run(folder: Path, name: str, *, instead: str) -> Iterator[None]:
+    """Hold the lock file `name` in `folder`; the lock goes with the process, however that ends.
+
+    instead: what a user who is refused may do, such as "use another --work-dir".
 
     Raises:
         UserError: another run holds it, or the folder cannot be written.
@@ -27,20 +29,20 @@ def only_run(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    path = folder / NAME
+    path = folder / name
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             problem = f"cannot be written ({error.strerror})"
-            raise UserError(problem, file=folder, hint="Use another --work-dir") from None
+            raise UserError(problem, file=folder, hint=instead.capitalize()) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 32).decode(errors="replace").strip()
             os.close(descriptor)
-            hint = "Wait for it, stop it, or use another --work-dir"
+            hint = f"Wait for it, stop it, or {instead}"
             raise UserError(f"another run (process {holder}) is working here", file=folder, hint=hint) from None
         except OSError:  # a file system without locks
             break
