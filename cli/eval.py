@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -145,7 +145,7 @@ def evaluate(
     """Measure perplexity, divergence, number errors and drift of exports against their source."""
     if settings and "help" in settings:
         return _list_settings()
-    _check_targets(report or (), _trace_file(work_dir) if trace else None)
+    _check_targets(report or (), _trace_file(work_dir) if trace else None, (dataset, critical_words, *(task or ())))
     chosen: dict[str, Any] = {
         "window": window,
         "num_windows": num_windows,
@@ -158,6 +158,7 @@ def evaluate(
         "device": device,
     }
     chosen |= _other_settings(settings or [], chosen)
+    _check_gates(chosen)
     exports = quantized or [str(existing_export(work_dir))]
     source = source_of_work(model, work_dir)
     texts, dialogues = _data(dataset, source, long_dialogue)
@@ -201,8 +202,8 @@ def _trace_file(work_dir: str) -> Path:
     return Path(work_dir).expanduser() / "routing_trace.json"
 
 
-def _check_targets(reports: Sequence[str], trace: Path | None) -> None:
-    """Refuse at the start what could not be written at the end."""
+def _check_targets(reports: Sequence[str], trace: Path | None, inputs: Iterable[str | None]) -> None:
+    """Refuse at the start what could not be written at the end, or would be written over what is read."""
     from glm5_quant.model.atomic import check_writable
 
     for name in reports:
@@ -213,6 +214,8 @@ def _check_targets(reports: Sequence[str], trace: Path | None) -> None:
             raise typer.BadParameter(f"{name}: no such folder", param_hint="--report")
         if path.is_dir():
             raise typer.BadParameter(f"{name}: is a folder, not a file to write", param_hint="--report")
+        if any(path.resolve() == Path(read).expanduser().resolve() for read in inputs if read):
+            raise typer.BadParameter(f"{name}: is read by this command, and would be lost", param_hint="--report")
         check_writable(path.parent)
     if trace is not None:
         if trace.is_dir():
@@ -267,6 +270,18 @@ def _other_settings(pairs: list[str], chosen: dict[str, Any]) -> dict[str, objec
     if own:
         raise typer.BadParameter(f"has an option of its own: {', '.join(own)}", param_hint="--set")
     return found
+
+
+def _check_gates(chosen: dict[str, Any]) -> None:
+    """Wrong usage for a gate that cannot be read, or that asks for what will not be measured."""
+    from glm5_quant.eval.config import EvalConfig
+    from glm5_quant.eval.gates import check_measured, parse_gates
+
+    config = EvalConfig(**chosen)
+    try:
+        check_measured(parse_gates(config.gates), config)
+    except UserError as error:
+        raise typer.BadParameter(str(error).removeprefix("--gate: "), param_hint="--gate") from error
 
 
 def show_result(result: EvalResult, reports: list[str], json: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from glm5_quant.eval.diagnose import Diagnosis
 from glm5_quant.eval.dialogue import JOIN_RULE, context_policy
@@ -11,8 +12,8 @@ from glm5_quant.eval.drift import Drift
 from glm5_quant.eval.findings import cache_findings
 from glm5_quant.eval.free_running import Transcript, compare_transcripts, own_nll
 from glm5_quant.eval.growth import summarize_drift
-from glm5_quant.eval.kv_cache import cache_use
-from glm5_quant.eval.loading import folder_bytes, is_folder
+from glm5_quant.eval.kv_cache import CacheSpec, cache_use, untouched
+from glm5_quant.eval.loading import folder_bytes
 from glm5_quant.eval.result import (
     SCHEMA_VERSION,
     CacheVariant,
@@ -27,6 +28,7 @@ from glm5_quant.eval.result import (
 )
 from glm5_quant.eval.score import POSITION_BANDS, Pass
 from glm5_quant.eval.session import Session
+from glm5_quant.eval.stress import SHAPES
 from glm5_quant.eval.summary import cluster_unit, drift_verdict, percentiles, summarize
 from glm5_quant.eval.tally import Tally
 from glm5_quant.eval.text_part import TextPart
@@ -63,9 +65,9 @@ def assemble(
         session.notes.append(
             f"intervals rest on {min(few)} windows or dialogues only: too few to trust; use at least {FEW}"
         )
-    languages = {name.partition(":")[2] for name in base.tally.sums if name.startswith("language:")}
-    if len(languages) == 1:
-        session.notes.append(f"all texts are in one script ({languages.pop()}): harm to another one would not show")
+    session.notes += _one_script(base.tally)
+    if text is not None and config.stress and base.invalid is None:
+        session.notes += _stress(base.tally, config.num_windows)
     return EvalResult(
         schema_version=SCHEMA_VERSION,
         status="invalid" if base.invalid is not None or bad else "ok",
@@ -80,6 +82,26 @@ def assemble(
         notes=tuple(dict.fromkeys(session.notes)),
         forward_tokens=session.tokens_read(None),
     )
+
+
+def _one_script(tally: Tally) -> list[str]:
+    """A note where every text is in the same script; texts in none that we tell apart count as another."""
+    found = [name for name in tally.sums if name.startswith("language:")]
+    if len(found) != 1 or tally.sums[found[0]].keys() != tally.sums.get("all", {}).keys():
+        return []
+    return [f"all texts are in one script ({found[0].partition(':')[2]}): harm to another one would not show"]
+
+
+def _stress(tally: Tally, limit: int | None) -> list[str]:
+    """What a reader has to know of the stress shapes: which were not read, and that figures of the whole hold them."""
+    made = {name: int(tally.clusters(f"stress:{name}", "window")[:, 0].sum()) for name in SHAPES}
+    missing = [name for name, tokens in made.items() if not tokens]
+    why = f"num_windows={limit} ended before them" if limit is not None else "there is no text to make them of"
+    notes = [f"stress: {', '.join(missing)} not read: {why}"] if missing else []
+    whole = int(tally.clusters("all", "window")[:, 0].sum())
+    if sum(made.values()):
+        notes.append(f"stress: {sum(made.values())} of all {whole} scored tokens are in shapes made of the texts")
+    return notes
 
 
 def _base(text: TextPart | None, talk: DialoguePart | None) -> Pass:
@@ -164,11 +186,15 @@ def _free_running(session: Session, talk: DialoguePart, index: int) -> FreeRunni
         return None
     config = session.config
 
-    def nll(transcripts: Iterable[Transcript]) -> float | None:
+    def nll(transcripts: Sequence[Transcript]) -> float | None:
         if session.source is None:
             return None
-        reader = talk.reader(None, None)
-        return own_nll(reader, list(transcripts), talk.turns, talk.limit, config.chunk)
+        # What the source itself said is compared with every export, and read once.
+        speaker = None if transcripts is talk.spoken[None] else index
+        if speaker not in talk.own_nll:
+            reader = talk.reader(None, None)
+            talk.own_nll[speaker] = own_nll(reader, transcripts, talk.turns, talk.limit, config.chunk)
+        return talk.own_nll[speaker]
 
     return compare_transcripts(
         talk.dialogues,
@@ -185,8 +211,7 @@ def _variants(session: Session, talk: DialoguePart) -> Iterable[CacheVariant]:
     for (index, spec), drift in talk.variants:
         use = cache_use(drift.cache)
         keys, values = (tuple(use.key_error), tuple(use.value_error)) if use else ((), ())
-        if use is not None and not any(keys):
-            session.notes.append(f"{spec.kind} cache: no token ever left the 16-bit tier of {spec.recent} tokens")
+        session.notes += _cache_notes(session, talk, spec, drift.cache)
         yield CacheVariant(
             weights="source" if index is None else session.names[index],
             kind=spec.kind,
@@ -201,6 +226,25 @@ def _variants(session: Session, talk: DialoguePart) -> Iterable[CacheVariant]:
             bytes_16bit=use.bytes_16bit if use else 0,
             findings=cache_findings(keys, values),
         )
+
+
+def _cache_notes(session: Session, talk: DialoguePart, spec: CacheSpec, cache: Any) -> list[str]:
+    """What hides the harm of a quantized cache: tokens and layers that were never read back from it."""
+    use, plain = cache_use(cache), untouched(cache)
+    chunk = 1 if session.config.decode_steps else session.config.chunk
+    notes = []
+    if use is not None and not any(use.key_error):
+        notes.append(f"{spec.kind} cache: no token ever left the 16-bit tier of {spec.recent} tokens")
+    elif use is not None and spec.recent < chunk > 1:
+        # The last token of a dialogue is predicted and never read.
+        longest = max(segment.tokens for parts in talk.segments for segment in parts) - 1
+        seen = f"tokens of one chunk ({chunk}) see each other in 16 bit"
+        if longest <= chunk:
+            seen = f"no dialogue is longer than one chunk ({chunk}), so it was never read back and shows nothing"
+        notes.append(f"{spec.kind} cache: {seen}; the setting decode-steps reads as a server does")
+    if plain:
+        notes.append(f"{spec.kind} cache: {plain} of {len(cache.layers)} layers stay in 16 bit (sliding windows)")
+    return notes
 
 
 def _drift(session: Session, drift: Drift) -> DialogueResult:
@@ -219,7 +263,7 @@ def _settings(session: Session, text: TextPart | None, talk: DialoguePart | None
     counts = {name: int(tally.clusters(name, unit)[:, 0].sum()) for name in ("all", "numeric")}
     longest = max(_longest(part.base.tally) for part in (text, talk) if part is not None and part.base is not None)
     return Settings(
-        source=str(session.source_model) if is_folder(session.source_model) else session.source_name,
+        source=session.source_named or session.source_name,
         scored="text" if text is not None else "answers of dialogues",
         unit="token",
         prefix=session.prefix.text,
@@ -228,13 +272,13 @@ def _settings(session: Session, text: TextPart | None, talk: DialoguePart | None
         stride=text.plan.stride if text else 0,
         batch_size=config.batch_size,
         padding_side=config.padding_side,
-        documents=text.encoder.seen + text.passed_over if text else len(talk.dialogues) if talk else 0,
-        skipped_empty=text.encoder.empty + text.passed_over if text else 0,
+        documents=text.seen + text.passed_over if text else len(talk.dialogues) if talk else 0,
+        skipped_empty=text.empty + text.passed_over if text else 0,
         windows=len(tally.sums.get("all", {})),
         scored_tokens=counts["all"],
         scored_numeric=counts["numeric"],
         longest_position=longest,
-        cluster_unit=unit,
+        cluster_unit=unit if text is not None else "dialogue",
         draws=config.draws,
         seed=config.seed,
         margin=config.margin,

@@ -78,11 +78,12 @@ class EvalConfig:
     sequential: bool = False
 
     def __post_init__(self) -> None:
+        _at_least("window", self.window, 2)
         for name in (
-            "window",
             "batch_size",
             "num_dialogues",
             "max_new_tokens",
+            "max_answer_tokens",
             "chunk",
             "together",
             "draws",
@@ -94,7 +95,10 @@ class EvalConfig:
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
-        _at_least("diagnose", self.diagnose, 0)
+        for name in ("diagnose", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        if self.kv_recent is not None:
+            _at_least("kv_recent", self.kv_recent, 0)
         _one_of("padding_side", self.padding_side, ("left", "right"))
         _one_of("prefix", self.prefix, ("auto", "none"))
         _one_of("kv_cache", self.kv_cache, KV_CACHES)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 
 DEFAULT_WORDS = (
     *("not", "no", "never", "cannot", "can't", "won't", "don't", "doesn't", "isn't", "without", "neither", "nor"),
@@ -39,21 +40,27 @@ DEFAULT_WORDS = (
     *("高风险", "中风险", "低风险", "通过", "拒绝"),
 )
 
+# Thai, Lao, Burmese, Khmer, kana, Han and Hangul: no spaces between words, or endings that grow on them.
+_SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff"
+_LETTER = rf"[^\W{_SPACELESS}]"
+_APOSTROPHES = "'\u2019"
+
 
 class CriticalWords:
-    """A list of words, and where they stand in texts. Latin words match whole words in any case, others anywhere."""
+    """A list of words, and where they stand in texts, in any case. Words match as whole words, but those of scripts
+    without spaces (Chinese, Japanese, Korean, Thai) anywhere. Both apostrophes are one."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        self.words = tuple(dict.fromkeys(filter(None, (unicodedata.normalize("NFC", word.strip()) for word in words))))
+        plain = (unicodedata.normalize("NFC", word.strip()).replace("\u2019", "'") for word in words)
+        self.words = tuple(dict.fromkeys(filter(None, plain)))
         if not self.words:
             raise UserError("no critical words", item="critical_words", found="an empty list")
         longest_first = sorted(self.words, key=len, reverse=True)
-        parts = [rf"\b{re.escape(word)}\b" if word.isascii() else re.escape(word) for word in longest_first]
-        self.pattern = re.compile("|".join(parts), re.IGNORECASE)
+        self.pattern = re.compile("|".join(map(_pattern, longest_first)), re.IGNORECASE)
 
     def find(self, text: str) -> list[str]:
         """The critical words of a text, in order, in lower case."""
-        return [match.group().lower() for match in self.pattern.finditer(text)]
+        return [match.group().lower().replace("\u2019", "'") for match in self.pattern.finditer(text)]
 
     def mark(self, tokenizer: Any, text: str, count: int) -> NDArray[np.bool_] | None:
         """bool [count]: which of the last `count` tokens of the encoded text touch a critical word.
@@ -70,15 +77,23 @@ class CriticalWords:
         return marks[len(marks) - count :]
 
 
+def _pattern(word: str) -> str:
+    text = re.escape(word).replace("'", f"[{_APOSTROPHES}]")
+    if re.search(f"[{_SPACELESS}]", word):
+        return text
+    return rf"(?<!{_LETTER}){text}(?!{_LETTER})"
+
+
 def read_critical_words(source: str | Path) -> CriticalWords | None:
     """The default list for "default", a UTF-8 file with one word a line, or None for ""."""
     if not source:
         return None
     if source == "default":
         return CriticalWords(DEFAULT_WORDS)
-    path = Path(source)
+    path = expanded(source)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # utf-8-sig drops the byte-order mark that editors on Windows put in front.
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("cannot read the critical words", file=path, found=str(error)) from error
     return CriticalWords(line for line in lines if not line.startswith("#"))

@@ -43,6 +43,9 @@ def diagnose(session: Session, text: TextPart | None, talk: DialoguePart | None)
     if session.source is None:
         session.notes.append("layers were not compared part by part: models were held one at a time")
         return found
+    part = text if text is not None else talk
+    if part is not None and part.base is not None and part.base.invalid is not None:
+        return found  # compared with a broken source every part looks broken
     windows = [torch.from_numpy(ids[None]) for ids in islice(_windows(session, text, talk), count)]
     found.noise_kl = noise_floor(session.source, windows)
     for index in range(len(session.names)):

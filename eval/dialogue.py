@@ -22,6 +22,10 @@ JOIN_RULE = (
 )
 
 
+DROPPING = "chat template, without the thinking that it drops from all but the last answer"
+"""Style of templates such as Qwen3's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """One user message and its answer."""
@@ -41,12 +45,18 @@ class Dialogue:
     parts: int = 1
 
 
+def words_of(message: Mapping[str, Any]) -> str:
+    """The content of a message; "" where it has none, as a call of a tool."""
+    content = message["content"]
+    return "" if content is None else str(content)
+
+
 def turns_of(messages: Iterable[Mapping[str, Any]]) -> tuple[str, tuple[Turn, ...]]:
     """System text and turns of chat messages. Neighbours of one role are joined by a newline; an answer before the
     first question and a question without an answer are dropped."""
     system, spoken = "", list[tuple[str, str]]()
     for message in messages:
-        role, content = str(message["role"]), str(message["content"])
+        role, content = str(message["role"]), words_of(message)
         if role == "system":
             system = content
         elif role in ("user", "assistant"):
@@ -108,7 +118,7 @@ class Piece:
 class Renderer:
     """Pieces of dialogues by the tokenizer's chat template, or in a plain form where it has none.
 
-    State: the tokenizer and prefix only. `style` is "chat template" or "plain".
+    State: the tokenizer, the prefix, and `style`: "plain", "chat template", or DROPPING once that is found out.
     """
 
     def __init__(self, tokenizer: Any, prefix: Prefix) -> None:
@@ -119,7 +129,8 @@ class Renderer:
         """User and answer pieces of turns `start` to `stop`, as if the dialogue began there (its system text is kept).
 
         The first piece carries the prefix. Raises UserError when the template rewrites what it has written before,
-        since such a dialogue cannot be continued token by token.
+        since such a dialogue cannot be continued token by token. Thinking that it drops from earlier answers is no such
+        rewriting: all answers are then written without it.
         """
         turns = dialogue.turns[start:stop]
         write = self._plain_texts if self.style == "plain" else self._template_texts
@@ -141,10 +152,13 @@ class Renderer:
 
     def _template_texts(self, system: str, turns: Sequence[Turn]) -> list[str]:
         messages = [{"role": "system", "content": system}] if system else []
-        texts, before = list[str](), ""
+        texts, before, shorter = list[str](), "", ""
         for turn in turns:
             messages.append({"role": "user", "content": turn.user})
             asked = self._render(messages, True)
+            if shorter and asked.startswith(before + shorter) and not asked.startswith(before + texts[-1]):
+                self.style, texts[-1] = DROPPING, shorter
+            before += texts[-1] if texts else ""
             messages.append({"role": "assistant", "content": turn.answer})
             answered = self._render(messages, False)
             if not (asked.startswith(before) and answered.startswith(asked)):
@@ -153,12 +167,26 @@ class Renderer:
                     item=f"turn {len(texts) // 2 + 1}",
                     hint="Drift cannot be measured with such a template; use a tokenizer without it for a plain form.",
                 )
-            texts += [asked[len(before) :], answered[len(asked) :]]
-            before = answered
+            said = answered[len(asked) :]
+            texts += [asked[len(before) :], said]
+            before, shorter = asked, _without_thinking(said, turn.answer)
+        if self.style == DROPPING and shorter:
+            texts[-1] = shorter
         return texts
 
     def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        except Exception as error:  # a template is a program: it may raise anything
+            hint = "Some templates know no system messages: leave those out of the data."
+            raise UserError("the chat template refuses these messages", found=str(error), hint=hint) from error
+
+
+def _without_thinking(said: str, answer: str) -> str:
+    """What stays of a written answer when the template drops what it writes before the words; "" where none are."""
+    words = answer.rpartition("</think>")[2].strip()
+    at = said.rfind(words) if words else -1
+    return "" if at < 0 else said[at:]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,13 @@ from glm5_quant.model.errors import UserError
 
 Variant = tuple[int | None, CacheSpec]
 """An export's index (None: the source) read with a quantized cache."""
+CORPUS = "glm5-tiny's own held-out dialogues, made up by this package"
 
 
 @dataclass
 class DialoguePart:
-    """Dialogues to read and what was found, by export index, by cache variant, and free running."""
+    """Dialogues to read and what was found, by export index, by cache variant, and free running. `own_nll`: the
+    source's NLL of what each model said by itself."""
 
     session: Session
     turns: int
@@ -35,6 +37,7 @@ class DialoguePart:
     drifts: dict[int, Drift] = field(default_factory=dict)
     variants: list[tuple[Variant, Drift]] = field(default_factory=list)
     spoken: dict[int | None, list[Transcript]] = field(default_factory=dict)
+    own_nll: dict[int | None, float | None] = field(default_factory=dict)
     routing: dict[int, RoutingDrift] = field(default_factory=dict)
 
     def run(self, group: list[int], with_source: bool) -> None:
@@ -127,11 +130,12 @@ def dialogue_part(session: Session, rows: list[Any] | None) -> DialoguePart:
         from glm5_quant.model.tiny.corpus import EVALUATION_SEED, dialogues
 
         rows = list(dialogues(EVALUATION_SEED, config.num_dialogues, config.long_dialogue))
+        session.notes.append(f"no dialogues were given: they are {CORPUS}")
     found = [dialogue for row in rows if (dialogue := as_dialogue(row)) is not None]
     if not found:
-        raise UserError(
-            "no dialogues", item="dialogues", expected="rows with `messages` or `turns` of user and assistant"
-        )
+        raise UserError("no dialogues", item="dialogues", expected="rows with `messages` of user and assistant")
+    if len(found) < len(rows):
+        session.notes.append(f"{len(rows) - len(found)} of {len(rows)} dialogues hold no user's turn with an answer")
     made, left = fit(found, config.long_dialogue, config.num_dialogues)
     turns = config.long_dialogue
     if not made:
@@ -155,6 +159,8 @@ def _fitted(session: Session, turns: int, dialogues: list[Dialogue]) -> Dialogue
         raise UserError(
             "no dialogue fits the context", item="max_context", found=limit, expected="more than two turns' tokens"
         )
+    if not any(piece.is_answer and piece.ids for index in kept for part in cut[index] for piece in part.pieces):
+        raise UserError("nothing to score: every answer is empty", item="dialogues", found=f"{len(kept)} dialogues")
     longest = max(segment.tokens for index in kept for segment in cut[index])
     if longest < 2048:
         session.notes.append(

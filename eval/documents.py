@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from glm5_quant.eval.prefix import Prefix, encode
+from glm5_quant.model.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,34 +70,51 @@ def as_documents(texts: Iterable[Any], tokenizer: Any = None) -> Iterator[Docume
         elif isinstance(item, Sequence):
             yield Document(text=item)
         else:
-            yield _from_row(SimpleNamespace(**{"text": None, **item}) if isinstance(item, dict) else item, tokenizer)
+            row = SimpleNamespace(**{"text": None, "messages": None, **item}) if isinstance(item, dict) else item
+            yield _from_row(row, tokenizer)
 
 
 def _from_row(row: Any, tokenizer: Any) -> Document:
     text = row.text
+    if text is None and row.messages is None:
+        found = "columns " + ", ".join(name for name, value in vars(row).items() if value is not None)
+        raise UserError("a row without text", item="texts", found=found, expected="text or messages")
     if text is None and getattr(tokenizer, "chat_template", None):
-        text = str(tokenizer.apply_chat_template([dict(message) for message in row.messages], tokenize=False))
+        text = _rendered(row, tokenizer)
     elif text is None:
-        text = "\n".join(str(message["content"]) for message in row.messages)
+        text = "\n".join(str(message["content"] or "") for message in row.messages)
     file = str(getattr(row, "file", "") or "")
     return Document(text=text, file=Path(file).name, language=getattr(row, "language", "") or language_of(text))
 
 
+def _rendered(row: Any, tokenizer: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([dict(message) for message in row.messages], tokenize=False))
+    except Exception as error:  # a template is a program: it may raise anything
+        raise UserError(
+            "the chat template refuses these messages",
+            file=getattr(row, "file", None),
+            item=getattr(row, "where", None),
+            found=str(error),
+        ) from error
+
+
 class Encoder:
-    """Documents to token ids; counts what had to be skipped. State: `empty` texts skipped, `seen` documents."""
+    """Documents to token ids; counts what had to be skipped. State: `seen` documents, `shapes` of stress among them,
+    and `empty` texts skipped."""
 
     def __init__(self, tokenizer: Any, prefix: Prefix, critical_words: Any = None) -> None:
         self.tokenizer, self.prefix, self.critical_words = tokenizer, prefix, critical_words
-        self.empty = 0
-        self.seen = 0
+        self.empty = self.seen = self.shapes = 0
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[Encoded]:
         least = 1 if self.prefix.ids else 2
         for document in documents:
             ids, critical = self._encode(document)
             self.seen += 1
+            self.shapes += bool(document.kind)
             if len(ids) < least:
-                self.empty += 1
+                self.empty += not document.kind
                 continue
             yield Encoded(ids=ids, critical=critical, document=document, index=self.seen - 1)
 

@@ -6,6 +6,7 @@ chunk are compared and dropped before the next one is read.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -153,18 +154,19 @@ def measure_drift(
         for segment in parts:
             track = lay_out(segment, tokenizer, words)
             caches = [reader.new_cache() for reader in (source, *exports)]
-            for start, ids, at in _chunks(track, chunk):
+            for part in _chunks(track, chunk):
+                at = part.at
                 running = [place for place, drift in enumerate(found) if drift.invalid is None]
                 results = work(
                     [
-                        partial(_reference, source, caches[0], ids, at - start, track.ids[at], number, kept),
-                        *(partial(exports[n].step, ids, caches[n + 1], _before(at - start)) for n in running),
+                        partial(_reference, source, caches[0], track, part, number, kept),
+                        *(partial(exports[n].step, part.ids, caches[n + 1], part.before) for n in running),
                     ]
                 )
                 reference = next(results)
                 number += 1
                 if watch is not None:
-                    watch.source_ran()
+                    watch.source_ran(part.ids.shape[1])
                 for place, logits in zip(running, results, strict=True):
                     if watch is not None:
                         watch.export_ran(place, None)
@@ -181,19 +183,32 @@ def measure_drift(
     return base, found
 
 
-def _chunks(track: Track, size: int) -> Iterator[tuple[int, torch.Tensor, NDArray[np.int64]]]:
-    """(start, ids [1, C], positions of the scored tokens that this chunk predicts). The last token predicts nothing."""
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Token ids [1, C] from `start` on, positions `at` of the scored tokens they predict, and a digest of all tokens
+    of the segment so far."""
+
+    start: int
+    ids: torch.Tensor
+    at: NDArray[np.int64]
+    so_far: bytes
+
+    @property
+    def before(self) -> torch.Tensor:
+        """Places in the chunk whose logits predict the scored tokens."""
+        return torch.from_numpy(self.at - self.start - 1)
+
+
+def _chunks(track: Track, size: int) -> Iterator[_Chunk]:
+    """The chunks of a segment. The last token predicts nothing."""
     # Nothing after the last scored token is asked for, so reading stops before it.
     end = int(np.flatnonzero(track.scored)[-1]) if track.scored.any() else 0
+    read = hashlib.sha256()
     for start in range(0, end, size):
         stop = min(start + size, end)
+        read.update(track.ids[start:stop].tobytes())
         at = start + 1 + np.flatnonzero(track.scored[start + 1 : stop + 1])
-        yield start, torch.from_numpy(track.ids[None, start:stop]), at
-
-
-def _before(offsets: NDArray[np.int64]) -> torch.Tensor:
-    """Places in the chunk whose logits predict the tokens at `offsets`."""
-    return torch.from_numpy(offsets - 1)
+        yield _Chunk(start=start, ids=torch.from_numpy(track.ids[None, start:stop]), at=at, so_far=read.digest())
 
 
 def _places(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,25 +217,31 @@ def _places(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _reference(
-    source: Reader,
-    cache: Any,
-    ids: torch.Tensor,
-    offsets: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    number: int,
-    kept: SourceCache | None,
+    source: Reader, cache: Any, track: Track, part: _Chunk, number: int, kept: SourceCache | None
 ) -> Scores | None:
     """The source's answers for one chunk, or None where the chunk has nothing to score."""
-    digest = torch.cat([ids[0], torch.from_numpy(targets)])
+    targets = torch.from_numpy(track.ids[part.at])
+    # An answer depends on all that was read before it, so the key of what is kept names that too.
+    so_far = torch.from_numpy(np.frombuffer(part.so_far, dtype=np.int64).copy())
+    key = torch.cat([so_far, torch.from_numpy(part.at), targets])
     if kept is not None and kept.has(number):
-        return kept.read(number, digest) if len(targets) else None
-    logits = source.step(ids, cache, _before(offsets))
+        return kept.read(number, key) if len(targets) else None
+    _catch_up(source, cache, track, part)
+    logits = source.step(part.ids, cache, part.before)
     if not len(targets):
         if kept is not None:
             kept.mark_empty(number)
         return None
-    scores = score_source(logits, torch.from_numpy(targets), *_places(len(offsets)))
-    return scores if kept is None else kept.write(number, digest, scores)
+    scores = score_source(logits, targets, *_places(len(targets)))
+    return scores if kept is None else kept.write(number, key, scores)
+
+
+def _catch_up(source: Reader, cache: Any, track: Track, part: _Chunk) -> None:
+    """Read what the cache lacks: chunks whose answers were kept by a run that did not come to its end."""
+    size = part.ids.shape[1]
+    for start in range(0 if cache is None else int(cache.get_seq_length()), part.start, size):
+        ids = torch.from_numpy(track.ids[None, start : min(start + size, part.start)])
+        source.step(ids, cache, torch.zeros(0, dtype=torch.int64))
 
 
 def _note(drift: Drift, scores: Any, track: Track, at: NDArray[np.int64], marker: Marker, dialogue: int) -> None:

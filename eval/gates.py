@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.result import ExportResult, GateResult
 from glm5_quant.eval.statistics import Estimate
 from glm5_quant.model.errors import UserError
@@ -45,6 +46,8 @@ def parse_gates(text: str) -> tuple[Gate, ...]:
                 expected="NAME<LIMIT or NAME>LIMIT with NAME one of " + ", ".join(QUANTITIES),
             )
         gates.append(Gate(text=part, quantity=match[1], sign=match[2], limit=limit))
+    if text.strip() and not gates:
+        raise UserError("no gate in it", item="--gate", found=text)
     return tuple(gates)
 
 
@@ -87,13 +90,28 @@ QUANTITIES: dict[str, Callable[[ExportResult], Estimate | None]] = {
 }
 
 
-def decide(gates: Sequence[Gate], exports: Sequence[ExportResult]) -> tuple[GateResult, ...]:
-    """Every gate on every export."""
-    return tuple(_decide(gate, export) for export in exports for gate in gates)
+NEEDS = {"growth": "long_dialogue", "critical": "critical_words"}
+"""Settings without which a quantity is not measured at all."""
 
 
-def _decide(gate: Gate, export: ExportResult) -> GateResult:
-    if export.status != "ok":
+def check_measured(gates: Sequence[Gate], config: EvalConfig) -> None:
+    """UserError for a gate that could not but fail, since what it asks for will not be measured."""
+    for gate in gates:
+        needed = NEEDS.get(gate.quantity, "")
+        if needed and not getattr(config, needed):
+            option = f"--{needed.replace('_', '-')}"
+            raise UserError(
+                "this will not be measured", item="--gate", found=gate.text, hint=f"Give {option} too, or no such gate."
+            )
+
+
+def decide(gates: Sequence[Gate], exports: Sequence[ExportResult], *, sound: bool = True) -> tuple[GateResult, ...]:
+    """Every gate on every export. Where the source itself is not `sound` none passes."""
+    return tuple(_decide(gate, export, sound) for export in exports for gate in gates)
+
+
+def _decide(gate: Gate, export: ExportResult, sound: bool) -> GateResult:
+    if not sound or export.status != "ok":
         return GateResult(gate=gate.text, export=export.name, value=None, passed=False, reason="the result is invalid")
     found = QUANTITIES[gate.quantity](export)
     value = None if found is None else found.value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from glm5_quant.eval.prefix import encode
 class Stepper(Protocol):
     """What reads tokens on top of a cache: a `Runner`, or a `Reader`."""
 
-    def step(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Logits [1, T, V] of the next T tokens."""
+    def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [1, T, V] of the next T tokens, or only those at `keep`."""
         ...
 
 
@@ -54,19 +54,27 @@ def ending_of(renderer: Renderer, config: Any = None) -> Ending:
     return Ending(stops=frozenset(found), closing=closing)
 
 
-def answer(runner: Stepper, cache: Any, prompt: Sequence[int], stops: frozenset[int], limit: int) -> Answer:
-    """Read `prompt` and pick the most likely token until a stop token or `limit`.
+def answer(
+    runner: Stepper,
+    cache: Any,
+    prompt: Sequence[int],
+    stops: frozenset[int],
+    limit: int,
+    ended: Callable[[Sequence[int]], bool] = lambda _: False,
+) -> Answer:
+    """Read `prompt` and pick the most likely token until a stop token, `limit`, or what is made so far has `ended`.
 
     The cache then holds the prompt and the answer; where the limit cut it, all but its last token.
     """
     ids = torch.tensor([list(prompt)], dtype=torch.int64)
     made: list[int] = []
     while True:
-        logits = runner.step(ids, cache)
+        # Only the last place is asked for: the logits of a long prompt are many times the size of the model's cache.
+        logits = runner.step(ids, cache, torch.tensor([ids.shape[1] - 1]))
         token = int(logits[0, -1].float().argmax())
         if token in stops:
             return Answer(ids=tuple(made), ended=True)
         made.append(token)
-        if len(made) >= limit:
+        if len(made) >= limit or ended(made):
             return Answer(ids=tuple(made), ended=False)
         ids = torch.tensor([[token]], dtype=torch.int64)

@@ -83,15 +83,20 @@ def summarize_drift(drift: Drift, draws: int, seed: int, margin: float) -> Dialo
     drawn = Resampled(sums, draws, seed)
     whole = sums.sum(axis=1)
     quantity = "mean NLL difference over answers, nats per token"
+
+    def over_turns(statistic: Statistic) -> Estimate:
+        """A single turn has no growth: 0 would look like the absence of drift."""
+        return drawn.estimate(statistic) if turns > 1 else Estimate(value=None)
+
     return DialogueResult(
         turns=turns,
         dialogues=len(sums),
         points=tuple(_point(drift, turn, drawn) for turn in range(turns)),
         ratio_at={str(turn): drawn.estimate(ratio_in(band(turn, turns))) for turn in marks(turns)},
-        source_growth=drawn.estimate(growth_of("nll_source", turns)),
-        growth=drawn.estimate(growth_of("nll", turns)),
-        relative_growth=drawn.estimate(relative_growth(turns)),
-        slope_per_100_turns=drawn.estimate(slope) if turns > 1 else Estimate(value=None),
+        source_growth=over_turns(growth_of("nll_source", turns)),
+        growth=over_turns(growth_of("nll", turns)),
+        relative_growth=over_turns(relative_growth(turns)),
+        slope_per_100_turns=over_turns(slope),
         slices=summarize(drift.tally, "document", draws, seed),
         equivalence=equivalence(whole, nll_difference, quantity=quantity, margin=margin, draws=draws, seed=seed),
         sums=_sums(sums, np.stack(drift.numeric_by_turn)),
@@ -131,4 +136,5 @@ def _point(drift: Drift, turn: int, drawn: Resampled) -> TurnPoint:
         flips=mean("flips"),
         numeric_flips=float(numeric[COLUMN["flips"]] / numbers) if numbers else None,
         ratio=drawn.estimate(ratio_in(slice(turn, turn + 1))),
+        numeric_tokens=int(numbers),
     )

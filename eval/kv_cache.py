@@ -249,6 +249,11 @@ def new_cache(config: Any, spec: CacheSpec | None) -> DynamicCache:
     return cache
 
 
+def untouched(cache: Any) -> int:
+    """Layers of a cache that no spec quantizes: those of sliding windows, which forget older tokens anyway."""
+    return sum(not isinstance(layer, TierMixin) for layer in getattr(cache, "layers", ()))
+
+
 def cache_use(cache: Any) -> CacheUse | None:
     """Errors and sizes of a cache made by `new_cache`, or None where nothing is quantized."""
     layers = [layer for layer in getattr(cache, "layers", []) if isinstance(layer, TierMixin)]

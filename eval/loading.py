@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,65 @@ import torch
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.runner import Runner
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.families import model_config
+from glm5_quant.model.files import expanded, read_json, source_folder
+from glm5_quant.model.scheme import without_quantization
 
 
 def is_folder(model: Any) -> bool:
     """Whether a model is named by folder rather than given."""
     return isinstance(model, str | Path)
+
+
+def local(model: Any) -> Any:
+    """A folder as it lies on this disk: `~` put in full, a hub id downloaded. A model object as it is."""
+    if not is_folder(model):
+        return model
+    path = expanded(model)
+    return path if path.is_dir() else source_folder(model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What is known of a model before it is loaded; None where it does not say. `layers` is 0 then."""
+
+    name: str
+    max_positions: int | None
+    vocab_size: int | None
+    layers: int
+
+
+def outline_of(model: Any) -> Outline:
+    """The outline of a model object, or of a folder by its config.json alone."""
+    if is_folder(model):
+        file = Path(model) / "config.json"
+        config, name = model_config(without_quantization(read_json(file)), file=file), Path(model).resolve().name
+    else:
+        runner = Runner(model)
+        config, name = runner.config, runner.name
+    return Outline(
+        name=name,
+        max_positions=_whole(config, "max_position_embeddings"),
+        vocab_size=_whole(config, "vocab_size"),
+        layers=_whole(config, "num_hidden_layers") or 0,
+    )
+
+
+def _whole(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return int(value) if isinstance(value, int) else None
+
+
+def check_device(name: str) -> None:
+    """UserError where PyTorch knows no such device, or does not find it here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError("unknown device", item="device", found=name, expected="cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        raise UserError("PyTorch finds no such device here", item="device", found=name, expected="cpu")
 
 
 def open_runner(model: Any, config: EvalConfig, name: str = "") -> Runner:
@@ -75,15 +130,10 @@ def tokenizer_of(source: Any, exports: Sequence[Any]) -> Any:
     return load_tokenizer(folders[0]) if folders else None
 
 
-def same_vocabulary(size: int | None, export: Runner) -> None:
+def same_vocabulary(size: int | None, export: int | None, name: str) -> None:
     """UserError when an export cannot be compared with a source of that vocabulary token by token."""
-    if size is not None and export.vocab_size not in (None, size):
-        raise UserError(
-            "source and export have different vocabularies",
-            item=export.name,
-            found=export.vocab_size,
-            expected=size,
-        )
+    if size is not None and export not in (None, size):
+        raise UserError("source and export have different vocabularies", item=name, found=export, expected=size)
 
 
 def other_tokenizers(source: Any, exports: Sequence[Any], names: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Whole numbers in text, and how one number was misread as another.
 
-A number is digits with separators and a point, an optional sign, and an optional percent sign. Full-width digits and
-signs count as their plain forms. The kinds of misreading follow from value and digits alone.
+A number is digits with separators and a point, an optional sign, an optional word that multiplies it (万, million),
+and an optional percent sign. Full-width digits and signs count as their plain forms; numbers in words do not count.
+The kinds of misreading follow from value and digits alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,22 @@ from dataclasses import dataclass
 from decimal import Decimal
 from difflib import SequenceMatcher
 
+TIMES = {"万亿": 12, "亿": 8, "万": 4, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Powers of ten of the words that multiply a number."""
+
+# A minus behind a percentage or a counted unit joins two numbers ("10%-20%", "5元-10元") and is no sign.
+_NO_RANGE = r"(?<!%)(?<!\d[年月日号时点分秒天周岁度元块角万亿千百个人次倍])"
 NUMBER = re.compile(
-    r"(?<![A-Za-z0-9_])(?P<sign>[-−](?=[$€£¥￥]?\d))?[$€£¥]?"
-    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?)"
-    r"(?P<percent>\s?%|\s?percent\b|\s?per cent\b)?"
+    rf"(?<![A-Za-z0-9_])(?P<sign>{_NO_RANGE}[-−](?=[$€£¥￥]?\.?\d)|(?<!正)负(?=\d))?[$€£¥]?"
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<![\d.])\.\d+)"
+    rf"(?:\s?(?P<times>{'|'.join(TIMES)})(?![A-Za-z]))?"
+    r"(?P<percent>\s?%|\s?percent\b|\s?per cent\b)?",
+    re.IGNORECASE,
 )
+# "RMB12.5" is an amount, while "A7" is a name.
+CURRENCY = re.compile(r"(?<![A-Za-z])(USD|EUR|GBP|JPY|CNY|RMB|HKD)(?=\d)")
+# Raised digits and fractions are numbers of their own: 10⁶ is not 106.
+RAISED = re.compile(r"(?<=\d)(?=[\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u2080-\u2089\u00bc-\u00be\u2150-\u215e])")
 
 EQUAL = "equal"
 KINDS = (
@@ -36,7 +48,8 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number as written: value, digits without point or separators, and whether it is a percentage."""
+    """A number as written: value, digits without point, separators or multiplying word, and whether it is a
+    percentage."""
 
     value: Decimal
     digits: str
@@ -45,12 +58,12 @@ class Number:
     @property
     def key(self) -> tuple[Decimal, bool]:
         """What has to be equal for two numbers to be the same."""
-        return self.value.normalize(), self.percent
+        return self.value, self.percent
 
     @property
-    def significant(self) -> tuple[int, ...]:
+    def significant(self) -> str:
         """Digits without zeros at either end."""
-        return self.value.normalize().as_tuple().digits
+        return self.digits.strip("0")
 
     @property
     def is_whole(self) -> bool:
@@ -60,13 +73,16 @@ class Number:
 
 def find_numbers(text: str) -> list[Number]:
     """All numbers of a text in order."""
-    plain = unicodedata.normalize("NFKC", text)
+    plain = unicodedata.normalize("NFKC", RAISED.sub(" ", text))
+    plain = CURRENCY.sub(r"\1 ", plain)
     # 百分之12.5 is 12.5%: bring it into the one form the pattern knows.
     plain = re.sub(r"百分之(\d+(?:\.\d+)?)", r"\1%", plain)
     found = []
     for match in NUMBER.finditer(plain):
         digits = match["digits"].replace(",", "")
-        value = Decimal(digits) * (-1 if match["sign"] else 1)
+        power = TIMES[match["times"].lower()] if match["times"] else 0
+        # Made from text, since arithmetic on decimals rounds to 28 digits.
+        value = Decimal(f"{'-' if match['sign'] else ''}{digits}e{power}")
         found.append(Number(value=value, digits=digits.replace(".", ""), percent=match["percent"] is not None))
     return found
 
@@ -77,7 +93,7 @@ def misread(wanted: Number, got: Number) -> str:
         if wanted.percent == got.percent:
             return EQUAL
         return "percent sign lost" if wanted.percent else "percent sign added"
-    if wanted.value == -got.value:
+    if wanted.value == got.value.copy_negate():
         return "sign changed"
     one, other = wanted.digits.lstrip("0"), got.digits.lstrip("0")
     if one == other or (wanted.significant == got.significant and not (wanted.is_whole and got.is_whole)):

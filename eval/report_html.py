@@ -66,13 +66,15 @@ def to_html(result: EvalResult, title: str = "Evaluation") -> str:
         _samples(result),
         _notes(result),
     ]
-    return (
+    page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(heading)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(filter(None, body))
         + "\n</body></html>\n"
     )
+    # Half a character, as in a file name that is not UTF-8, cannot be written.
+    return page.encode("utf-8", "replace").decode()
 
 
 def _lead(result: EvalResult) -> str:

@@ -12,7 +12,7 @@ from glm5_quant.eval.result import EvalResult
 
 def to_json(result: EvalResult) -> str:
     """The whole result; figures that are missing are null."""
-    return json.dumps(to_dict(result), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
+    return _writable(json.dumps(to_dict(result), ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def to_dict(result: EvalResult) -> dict[str, Any]:
@@ -26,7 +26,12 @@ def to_dict(result: EvalResult) -> dict[str, Any]:
 def traces_json(result: EvalResult) -> str:
     """The routing traces by themselves: what `routing_trace.json` holds."""
     traces = _clean([asdict(trace) for trace in result.traces])
-    return json.dumps({"schema_version": result.schema_version, "traces": traces}, ensure_ascii=False) + "\n"
+    return _writable(json.dumps({"schema_version": result.schema_version, "traces": traces}, ensure_ascii=False))
+
+
+def _writable(document: str) -> str:
+    """Half a character (of a file name that is not UTF-8) as JSON spells it, \\udce8: a file takes it no other way."""
+    return document.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _clean(value: Any) -> Any:

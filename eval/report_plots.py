@@ -110,7 +110,8 @@ def number_turn_chart(result: EvalResult) -> Chart:
     """Share of numeric tokens whose top-1 differs from the source's, by turn."""
     series = []
     for colour, (name, found) in enumerate(_dialogues(result)):
-        raw = [(float(p.turn), 100 * p.numeric_flips, 1.0) for p in found.points if p.numeric_flips is not None]
+        points = [point for point in found.points if point.numeric_flips is not None]
+        raw = [(float(p.turn), 100 * (p.numeric_flips or 0.0), float(p.numeric_tokens)) for p in points]
         series.append(Series(name=name, points=smooth(raw, _width(found.turns)), colour=colour))
     return (
         "Numbers by turn",

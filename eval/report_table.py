@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from glm5_quant.eval.report_tables import all_tables
 from glm5_quant.eval.result import EvalResult
-from glm5_quant.eval.table import Table
+from glm5_quant.eval.table import Table, one_line
 
 
 def to_table(result: EvalResult) -> str:
@@ -12,14 +12,15 @@ def to_table(result: EvalResult) -> str:
     parts = [_draw(table) for table in all_tables(result)]
     if result.invalid is not None:
         bad = result.invalid
-        parts.insert(0, f"INVALID: {bad.model}: {bad.reason} at document {bad.document}, position {bad.position}")
-    parts += [f"{name}: {found.message}" for name, found in result.all_findings]
-    parts += [f"note: {note}" for note in result.notes]
+        where = f"document {bad.document}, position {bad.position}"
+        parts.insert(0, one_line(f"INVALID: {bad.model}: {bad.reason} at {where}"))
+    parts += [one_line(f"{name}: {found.message}") for name, found in result.all_findings]
+    parts += [one_line(f"note: {note}") for note in result.notes]
     return "\n\n".join(parts) + "\n"
 
 
 def _draw(table: Table) -> str:
-    lines = [table.header, *table.rows]
+    lines = [tuple(map(one_line, line)) for line in (table.header, *table.rows)]
     widths = [max(_width(line[column]) for line in lines) for column in range(len(table.header))]
     drawn = [table.title]
     for number, line in enumerate(lines):
@@ -30,7 +31,7 @@ def _draw(table: Table) -> str:
         if number == 0:
             drawn.append("  " + "  ".join("-" * width for width in widths))
     if table.note:
-        drawn.append(f"  {table.note}")
+        drawn.append(f"  {one_line(table.note)}")
     return "\n".join(drawn)
 
 

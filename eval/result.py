@@ -88,6 +88,7 @@ class TurnPoint:
     flips: float | None
     numeric_flips: float | None
     ratio: Estimate
+    numeric_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

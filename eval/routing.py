@@ -98,9 +98,11 @@ class RoutingWatch:
         self.drifts = [RoutingDrift() for _ in exports]
         self.last: dict[int, Tensor] = {}
 
-    def source_ran(self) -> None:
-        """To be called after the source read a batch."""
+    def source_ran(self, newest: int | None = None) -> None:
+        """To be called after the source read a batch, or caught up with one: only the `newest` tokens count then."""
         self.last = self._take(self.source)
+        if newest is not None:
+            self.last = {layer: index[-newest:] for layer, index in self.last.items()}
 
     def export_ran(self, index: int, mask: Tensor | None) -> None:
         """To be called after export `index` read the same batch; mask int64 [B, T] marks real tokens.

@@ -16,12 +16,13 @@ from typing import Any
 from glm5_quant.eval.assemble import assemble
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.diagnose import diagnose
-from glm5_quant.eval.dialogue_part import DialoguePart, dialogue_part
-from glm5_quant.eval.gates import decide, parse_gates
+from glm5_quant.eval.dialogue_part import CORPUS, DialoguePart, dialogue_part
+from glm5_quant.eval.gates import check_measured, decide, parse_gates
 from glm5_quant.eval.result import EvalResult
 from glm5_quant.eval.session import Progress, Session, Warn
-from glm5_quant.eval.tasks import run_tasks
+from glm5_quant.eval.tasks import read_tasks, run_tasks
 from glm5_quant.eval.text_part import TextPart, text_part
+from glm5_quant.model.errors import UserError
 from glm5_quant.model.texts import Texts, read_texts
 
 
@@ -57,15 +58,23 @@ def evaluate(
     started, cpu = time.monotonic(), time.process_time()
     config = replace(config or EvalConfig(), **settings)
     gates = parse_gates(config.gates)
+    check_measured(gates, config)
+    problems = read_tasks(tasks, config.num_problems)
+    if dialogues is not None and config.long_dialogue is None:
+        hint = "Set long_dialogue to the turns wanted, or give the rows as texts."
+        raise UserError("dialogues are read turn by turn only", item="long_dialogue", found=None, hint=hint)
     data, talks = _read_data(texts), _read_data(dialogues)
     with Session(source, list(exports), names, tokenizer, config, progress, warn) as session:
         session.notes += [warning for found in (data, talks) if found is not None for warning in found.warnings]
+        if problems and session.tokenizer is None:
+            raise UserError("numeric tasks need a tokenizer", item="tokenizer")
         text, talk = _plan(session, data, talks)
+        session.open()
         _run(session, text, talk, prompts)
-        result = assemble(session, text, talk, diagnose(session, text, talk), run_tasks(session, tasks))
+        result = assemble(session, text, talk, diagnose(session, text, talk), run_tasks(session, problems))
     return replace(
         result,
-        gates=decide(gates, result.exports),
+        gates=decide(gates, result.exports, sound=result.invalid is None),
         versions=_versions(),
         seconds=time.monotonic() - started,
         cpu_seconds=time.process_time() - cpu,
@@ -103,12 +112,15 @@ def _plan(
         session.notes.append(
             f"the {session.config.kv_cache} KV cache is read back in long dialogues only: none were asked for"
         )
+    if talk is None and session.config.free_running:
+        session.notes.append("free running: models answer in long dialogues only: none were asked for")
     if session.config.stress and rows is None and talk is not None:
         session.notes.append("the stress shapes are made of texts, and only dialogues were given")
     if rows is None and talk is None:
         from glm5_quant.model.tiny.corpus import evaluation_dialogues
 
         rows = evaluation_dialogues(8, 40)
+        session.notes.append(f"no text was given: the text is {CORPUS}")
     return None if rows is None else text_part(session, rows, texts.rows_empty if texts is not None else 0), talk
 
 

@@ -36,18 +36,6 @@ class Runner:
             return torch.device("cpu")
         return torch.device(self.model.device)
 
-    @property
-    def max_positions(self) -> int | None:
-        """`max_position_embeddings` of the config, or None where the model names none."""
-        value = getattr(self.config, "max_position_embeddings", None)
-        return int(value) if isinstance(value, int) else None
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Rows of the output head by the config, or None."""
-        value = getattr(self.config, "vocab_size", None)
-        return int(value) if isinstance(value, int) else None
-
     @torch.inference_mode()
     def logits(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [B, T, V] of whole windows, in the model's own dtype, on its own device. No cache is kept."""

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.critical import read_critical_words
-from glm5_quant.eval.loading import names_of, open_runner, other_tokenizers, same_vocabulary, tokenizer_of
+from glm5_quant.eval.loading import (
+    check_device,
+    dtype_of,
+    is_folder,
+    local,
+    names_of,
+    open_runner,
+    other_tokenizers,
+    outline_of,
+    same_vocabulary,
+    tokenizer_of,
+)
 from glm5_quant.eval.model_parts import decoder_layers, experts_of
 from glm5_quant.eval.prefix import find_prefix
 from glm5_quant.eval.provenance import look_at
@@ -20,6 +33,11 @@ from glm5_quant.eval.runner import Runner
 from glm5_quant.eval.score import Marker
 from glm5_quant.eval.source_cache import SourceCache
 from glm5_quant.eval.vocabulary import numeric_mask
+from glm5_quant.model.atomic import check_writable
+from glm5_quant.model.checkpoint import open_checkpoint
+from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
+from glm5_quant.model.journal import config_digest, shard_digest
 
 Progress = Callable[[str, int, int | None], None]
 """Called as (stage, done, total or None) while work goes on."""
@@ -27,10 +45,20 @@ Warn = Callable[[str], None]
 """Called with each warning as soon as it is known."""
 
 
+def _make(folder: Path) -> None:
+    """A folder to write to; UserError where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("this folder cannot be made", file=folder, found=error.strerror) from error
+    check_writable(folder)
+
+
 class Session:
     """One evaluation in progress. A context manager: it owns a scratch folder and the models it opened.
 
-    State: `source` (None once released), opened exports, routing traces, and `notes` for the reader of the report.
+    State: `source` (None until `open` and once released), opened exports, routing traces, and `notes` for the reader
+    of the report.
     """
 
     def __init__(
@@ -44,8 +72,13 @@ class Session:
         warn: Warn | None = None,
     ) -> None:
         self.config, self.progress = config, progress or (lambda stage, done, total: None)
+        check_device(config.device)
+        if config.source_cache:
+            _make(expanded(config.source_cache))
         self.names = names_of(exports, names)
         self.words = read_critical_words(config.critical_words)
+        self.source_named = str(source) if is_folder(source) else ""
+        source, exports = local(source), [local(export) for export in exports]
         self.source_model, self.export_models = source, exports
         self.tokenizer = tokenizer if tokenizer is not None else tokenizer_of(source, exports)
         self.prefix = find_prefix(self.tokenizer, config.prefix)
@@ -54,19 +87,25 @@ class Session:
         if warn is not None:
             for warning in seen.warnings:
                 warn(warning)
-        self.source: Runner | None = open_runner(source, config)
-        self.source_name = self.source.name
-        self.max_positions, self.vocab_size = self.source.max_positions, self.source.vocab_size
-        self.layers = int(getattr(self.source.config, "num_hidden_layers", 0) or 0)
+        outline = outline_of(source)
+        self.source_name = Path(self.source_named).resolve().name if self.source_named else outline.name
+        self.layers = outline.layers
+        self.max_positions, self.vocab_size = outline.max_positions, outline.vocab_size
+        for export, name in zip(exports, self.names, strict=True):
+            same_vocabulary(self.vocab_size, outline_of(export).vocab_size, name)
+        self.source: Runner | None = None
         self.marker = Marker(numeric_mask(self.tokenizer, self.vocab_size))
         self.opened: dict[int, Runner] = {}
         self.notes: list[str] = [*seen.warnings, *other_tokenizers(source, exports, self.names)]
         self.read: dict[int | None, int] = {}
         self.traces: list[RoutingTrace] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="glm5-quant-")
-        if not config.sequential:
-            for index in range(len(exports)):
-                self.export(index)
+
+    def open(self) -> None:
+        """Load the source, and the exports unless they are held one at a time."""
+        self.source = open_runner(self.source_model, self.config)
+        for index in range(0 if self.config.sequential else len(self.export_models)):
+            self.export(index)
 
     def __enter__(self) -> Session:
         return self
@@ -79,9 +118,7 @@ class Session:
     def export(self, index: int) -> Runner:
         """An export's runner, opened on first use."""
         if index not in self.opened:
-            runner = open_runner(self.export_models[index], self.config, self.names[index])
-            same_vocabulary(self.vocab_size, runner)
-            self.opened[index] = runner
+            self.opened[index] = open_runner(self.export_models[index], self.config, self.names[index])
         return self.opened[index]
 
     def groups(self) -> list[list[int]]:
@@ -118,5 +155,16 @@ class Session:
         folder = self.config.source_cache or (self._scratch.name if self.config.sequential else "")
         if not folder:
             return None
-        made_by = f"source={self.source_name} prefix={list(self.prefix.ids)} top_k={self.config.top_k}"
-        return SourceCache(Path(folder) / part, top_k=self.config.top_k, made_by=made_by)
+        prefix, top_k = list(self.prefix.ids), self.config.top_k
+        made_by = f"source={self._fingerprint} dtype={dtype_of(self.config)} prefix={prefix} top_k={top_k}"
+        return SourceCache(expanded(folder) / part, top_k=top_k, made_by=made_by)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """What tells the source from another one of its name: config and samples of its shards; a model object has its
+        name only."""
+        if not (is_folder(self.source_model) and self.config.source_cache):
+            return self.source_name
+        checkpoint = open_checkpoint(self.source_model)
+        parts = [config_digest(checkpoint.config), *map(shard_digest, checkpoint.shards)]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:32]

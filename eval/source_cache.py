@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from glm5_quant.eval.divergence import SourceScores, TokenScores, gather_chunks, kl_of
@@ -75,7 +75,7 @@ def _with_rest(log_p: torch.Tensor) -> torch.Tensor:
 
 
 class SourceCache:
-    """A folder of top-k answers. `made_by` names source, prefix and top_k; it must agree on reading."""
+    """A folder of top-k answers. `made_by` names source, dtype, prefix and top_k; it must agree on reading."""
 
     def __init__(self, folder: Path | str, *, top_k: int, made_by: str) -> None:
         self.folder, self.top_k, self.made_by = Path(folder), top_k, made_by
@@ -99,27 +99,35 @@ class SourceCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._file(number)
         partial = path.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"tokens": _digest(ids), "made_by": self.made_by})
+        try:
+            save_file(tensors, partial, metadata={"tokens": _digest(ids), "made_by": self.made_by})
+        except SafetensorError as error:
+            raise UserError("the source's answers cannot be kept", file=path, found=str(error)) from error
         os.replace(partial, path)  # noqa: PTH105 - replaces an older file on every system
         return kept
 
     def read(self, number: int, ids: torch.Tensor) -> TopK:
-        """A kept batch; UserError when it was made from other tokens, another source or other settings."""
-        path = self._file(number)
-        with safe_open(path, framework="pt") as file:
-            found = file.metadata() or {}
-            for item, expected in (("made_by", self.made_by), ("tokens", _digest(ids))):
-                if found.get(item) != expected:
-                    hint = "Delete the folder or name another one."
-                    raise UserError(
-                        "the cache of the source's answers is for another run",
-                        file=path,
-                        item=item,
-                        found=found.get(item),
-                        expected=expected,
-                        hint=hint,
-                    )
-            tensors = {name: file.get_tensor(name) for name in ("ids", "log_p", "targets", "nll")}
+        """A kept batch; UserError when it was made from other tokens, another source or other settings, or cannot be
+        read."""
+        path, hint = self._file(number), "Delete the folder or name another one."
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = file.metadata() or {}
+                for item, expected in (("made_by", self.made_by), ("tokens", _digest(ids))):
+                    if found.get(item) != expected:
+                        raise UserError(
+                            "the cache of the source's answers is for another run",
+                            file=path,
+                            item=item,
+                            found=found.get(item),
+                            expected=expected,
+                            hint=hint,
+                        )
+                tensors = {name: file.get_tensor(name) for name in ("ids", "log_p", "targets", "nll")}
+        except SafetensorError as error:
+            problem = "the cache of the source's answers is for another run, or damaged"
+            empty = path.stat().st_size == 0
+            raise UserError(problem, file=path, found="no answers" if empty else str(error), hint=hint) from error
         return TopK(ids=tensors["ids"], log_p=tensors["log_p"], targets=tensors["targets"], nll=tensors["nll"].numpy())
 
 

@@ -67,16 +67,10 @@ def stress_documents(documents: Iterable[Document], seed: int) -> Iterator[Docum
 
 
 def _shapes(group: list[Document], generator: random.Random) -> Iterator[Document]:
-    shapes: dict[str, Callable[[list[str], Wording, random.Random], str]] = {
-        "lookup": lookup,
-        "multi-hop": multi_hop,
-        "noise": noise,
-        "mixed": mixed,
-    }
     texts = [str(document.text) for document in group]
     first = group[0]
     wording = CHINESE if first.language == "zh" else ENGLISH
-    for name, shape in shapes.items():
+    for name, shape in SHAPES.items():
         text = shape(texts, wording, generator)
         yield Document(text=text, file=first.file, language=first.language, kind=name)
 
@@ -123,3 +117,11 @@ def _strewn(texts: list[str], records: list[str], generator: random.Random) -> s
     for record in records:
         paragraphs.insert(generator.randint(0, len(paragraphs)), record)
     return "\n".join(paragraphs)
+
+
+SHAPES: dict[str, Callable[[list[str], Wording, random.Random], str]] = {
+    "lookup": lookup,
+    "multi-hop": multi_hop,
+    "noise": noise,
+    "mixed": mixed,
+}

@@ -108,7 +108,7 @@ def _line(found: Series, frame: Frame) -> str:
     path = "M" + "L".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in found.points)
     faint = f'stroke-width="1" opacity="{0.25 if len(found.points) <= 60 else 0.1}"'
     style = faint if found.faint else f'stroke-width="2.2" stroke-dasharray="{dash}"'
-    text = f'<path d="{path}" fill="none" stroke="{colour}" {style} clip-path="url(#plot)"/>'
+    text = f'<path d="{path}" fill="none" stroke="{colour}" {style} clip-path="url(#{_clip(frame.left)})"/>'
     if len(found.points) <= 40 and not found.faint:
         places = [f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"' for x, y in found.points]
         text += "".join(f'<circle {place} r="2.6" fill="{colour}"/>' for place in places)
@@ -144,7 +144,8 @@ def bars(
         for number, (name, colour, found) in enumerate(series):
             value = found[place]
             if value is not None:
-                x, y = frame.x(place + 0.1) + number * width, frame.y(value)
+                # A divergence of nothing but float noise may be below 0.
+                x, y = frame.x(place + 0.1) + number * width, frame.y(max(value, 0.0))
                 parts.append(
                     f'<rect x="{x + 0.6:.1f}" y="{y:.1f}" width="{width * 0.92 - 1.2:.1f}" '
                     f'height="{frame.y(0) - y:.1f}" {_paint(colour, name in hollow)}>'
@@ -159,10 +160,15 @@ def _paint(colour: int, hollow: bool) -> str:
     return f'fill="{"#fff" if hollow else paint}" stroke="{paint}" stroke-width="1.2"'
 
 
+def _clip(left: float) -> str:
+    """Name of the plot's area. All charts of a page share their names, so the area decides it."""
+    return f"plot-{left:.1f}".replace(".", "-")
+
+
 def _axes(frame: Frame, x_ticks: list[float], y_ticks: list[float], x_label: str, y_label: str) -> list[str]:
     left = frame.left
     plot = f'x="{left:.1f}" y="{TOP}" width="{WIDTH - left - RIGHT:.1f}" height="{HEIGHT - TOP - BOTTOM}"'
-    parts = [f'<defs><clipPath id="plot"><rect {plot}/></clipPath></defs>']
+    parts = [f'<defs><clipPath id="{_clip(left)}"><rect {plot}/></clipPath></defs>']
     for value in y_ticks:
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{frame.left:.1f}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')

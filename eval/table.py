@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 
 from glm5_quant.eval.statistics import Estimate
 
 MISSING = "-"
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+"""Line breaks, control characters, and halves of characters (a file name that is not UTF-8)."""
+
+
+def one_line(text: str) -> str:
+    """A text that cannot leave its line or steer a terminal: what is unprintable in it becomes U+FFFD."""
+    return UNPRINTABLE.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +30,7 @@ class Table:
 
 def number(value: float | None, percent: bool = False) -> str:
     """Four significant digits, or a percentage with as many as it needs; "-" for what is missing."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return MISSING
     if percent:
         return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,10 @@ from glm5_quant.eval.result import TaskResult
 from glm5_quant.eval.session import Session
 from glm5_quant.eval.statistics import Estimate, estimate
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
+
+NEXT_USER = "\nUser:"
+"""How the next turn begins in the plain form of dialogues."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,29 +39,36 @@ class Problem:
 def read_task(path: str | Path) -> list[Problem]:
     """Problems of a .json or .jsonl file, also as .gz: GSM8K (`question`, `answer` ending in "#### N"), SVAMP (`Body`,
     `Question`, `Answer`) or CMATH (`input`, `golden`). Raises UserError naming file, row and columns."""
-    file = Path(path)
+    file = expanded(path)
     try:
         raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-        text = raw.decode("utf-8")
+        # utf-8-sig drops the byte-order mark that editors on Windows put in front.
+        text = raw.decode("utf-8-sig")
+        # Lines end at "\n" alone: JSON strings may hold other line ends as they are.
         rows = (
             json.loads(text)
             if text.lstrip().startswith("[")
-            else [json.loads(line) for line in text.splitlines() if line]
+            else [json.loads(line) for line in text.split("\n") if line.strip()]
         )
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, RecursionError, zlib.error) as error:
         raise UserError("cannot read this task", file=file, found=str(error)) from error
     if not rows:
         raise UserError("the task is empty", file=file)
     return [_problem(row, file, number) for number, row in enumerate(rows, start=1)]
 
 
-def _problem(row: Mapping[str, Any], file: Path, number: int) -> Problem:
-    if "Body" in row and "Answer" in row:
-        question, gold = f"{row['Body'].rstrip(' .')}. {row['Question']}", row["Answer"]
-    elif "golden" in row:
+def _problem(row: Any, file: Path, number: int) -> Problem:
+    if not isinstance(row, Mapping):
+        expected = "an object with a question and its answer"
+        raise UserError(
+            "not a row of a task", file=file, item=f"row {number}", found=type(row).__name__, expected=expected
+        )
+    if row.keys() >= {"Body", "Question", "Answer"}:
+        question, gold = f"{str(row['Body']).rstrip(' .')}. {row['Question']}", row["Answer"]
+    elif row.keys() >= {"input", "golden"}:
         question, gold = row["input"], row["golden"]
     elif "question" in row and "####" in str(row.get("answer", "")):
-        question, gold = row["question"], row["answer"].rpartition("####")[2]
+        question, gold = row["question"], str(row["answer"]).rpartition("####")[2]
     else:
         raise UserError(
             "not a numeric problem",
@@ -81,24 +93,40 @@ def final_number(text: str) -> Number | None:
 def solve(reader: Reader, problems: Sequence[Problem], renderer: Renderer, limit: int) -> list[Number | None]:
     """A model's answers, each problem by itself."""
     ending = ending_of(renderer, getattr(reader.runner, "config", None))
+    plain, decode = renderer.style == "plain", renderer.tokenizer.decode
+    # In the plain form a line's end ends an answer; but a calculation has several lines, and the result stands last.
+    stops = ending.stops - frozenset(ending.closing) if plain else ending.stops
+
+    def next_turn(ids: Sequence[int]) -> bool:
+        return plain and NEXT_USER in decode(list(ids[-16:]), skip_special_tokens=True)
+
     answers = []
     for problem in problems:
         asked = renderer.pieces(Dialogue(turns=(Turn(user=problem.question, answer="0"),)))[0]
-        found = answer(reader, reader.new_cache(), asked.ids, ending.stops, limit)
-        answers.append(final_number(renderer.tokenizer.decode(list(found.ids), skip_special_tokens=True)))
+        found = answer(reader, reader.new_cache(), asked.ids, stops, limit, next_turn)
+        text = decode(list(found.ids), skip_special_tokens=True)
+        answers.append(final_number(text.partition(NEXT_USER)[0] if plain else text))
     return answers
 
 
-def run_tasks(session: Session, files: Sequence[str | Path]) -> dict[int, tuple[TaskResult, ...]]:
-    """Every task with every model, by export index; at most `num_problems` problems a task."""
-    if not files:
+def read_tasks(files: Sequence[str | Path], most: int) -> dict[str, list[Problem]]:
+    """The first `most` problems of every file, by its name without endings; by more of its path where names meet."""
+    paths = [expanded(file).absolute() for file in files]
+    parts = [(*path.parts[:-1], path.name.split(".")[0]) for path in paths]
+    for depth in range(1, max(map(len, parts), default=1) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return {name: read_task(path)[:most] for name, path in zip(names, paths, strict=True)}
+    raise UserError("the same task is named twice", item="tasks", found=[str(file) for file in files])
+
+
+def run_tasks(session: Session, tasks: Mapping[str, Sequence[Problem]]) -> dict[int, tuple[TaskResult, ...]]:
+    """Every task with every model, by export index."""
+    if not tasks:
         return {}
     if session.source is None:
         session.notes.append("numeric tasks were left out: models were held one at a time")
         return {}
-    if session.tokenizer is None:
-        raise UserError("numeric tasks need a tokenizer", item="tokenizer")
-    tasks = {Path(file).name.split(".")[0]: read_task(file)[: session.config.num_problems] for file in files}
     renderer = Renderer(session.tokenizer, session.prefix)
     found: dict[int, list[TaskResult]] = {index: [] for index in range(len(session.names))}
     for name, problems in tasks.items():

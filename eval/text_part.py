@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from glm5_quant.eval.documents import Document, Encoder, as_documents
@@ -14,17 +14,23 @@ from glm5_quant.eval.stress import stress_documents
 from glm5_quant.eval.windows import Batch, WindowPlan, batches, cut, plan_windows
 from glm5_quant.model.errors import UserError
 
+HEAD = 1000
+"""Characters (or ids) of a text that are looked at before any model is loaded."""
+
 
 @dataclass
 class TextPart:
     """Windows to read and what was found: the source's pass, and the exports' by index. `empty_rows`: rows that the
-    reader of the data passed over as empty, which are not among `rows`."""
+    reader of the data passed over as empty, which are not among `rows`. `seen`, `empty`: texts that a whole pass read,
+    stress shapes not counted, and those of them without a token to score."""
 
     session: Session
     rows: list[Any]
     plan: WindowPlan
     encoder: Encoder
     empty_rows: int = 0
+    seen: int = 0
+    empty: int = 0
     base: Pass | None = None
     passes: dict[int, Pass] = field(default_factory=dict)
     routing: dict[int, RoutingDrift] = field(default_factory=dict)
@@ -38,12 +44,12 @@ class TextPart:
     @property
     def passed_over(self) -> int:
         """`empty_rows` where the whole text was read; of a part of it nobody knows how many lay in there."""
-        return self.empty_rows if self.encoder.seen >= len(self.rows) else 0
+        return self.empty_rows if self.seen >= len(self.rows) else 0
 
     def batches(self) -> Iterator[Batch]:
         """Batches from the start; the same ones every time."""
         config = self.session.config
-        self.encoder.empty = self.encoder.seen = 0
+        self.encoder.empty = self.encoder.seen = self.encoder.shapes = 0
         windows = cut(self.encoder(self.documents()), self.plan, config.num_windows)
         return batches(windows, config.batch_size, config.padding_side)
 
@@ -63,19 +69,23 @@ class TextPart:
             self.base, passes = score(reader, exports, self.batches(), session.marker, seen, watch)
         finally:
             watch.close()
+        self.seen, self.empty = self.encoder.seen - self.encoder.shapes, self.encoder.empty
         self.routing.update(zip(group, watch.drifts, strict=True))
-        if self.base.invalid is None and not self.base.tally.sums:
-            raise UserError(
-                "nothing to score: every text is empty or a single token",
-                item="texts",
-                found=f"{self.encoder.empty} of {self.encoder.seen} skipped",
-            )
         self.passes.update(zip(group, passes, strict=True))
 
 
 def text_part(session: Session, rows: list[Any], empty_rows: int = 0) -> TextPart:
-    """Plan the windows of a text; UserError when they cannot be made."""
+    """Plan the windows of a text; UserError when they cannot be made, or when there is nothing to score."""
     config = session.config
     plan = plan_windows(config.window, config.stride, session.prefix.ids, session.max_positions)
     encoder = Encoder(session.tokenizer, session.prefix, session.words)
-    return TextPart(session, rows, plan, encoder, empty_rows)
+    part = TextPart(session, rows, plan, encoder, empty_rows)
+    # The heads of texts nearly always tell, and a long text takes long to encode.
+    heads = (replace(document, text=document.text[:HEAD]) for document in part.documents())
+    if next(encoder(heads), None) is None and next(part.batches(), None) is None:
+        raise UserError(
+            "nothing to score: every text is empty or a single token",
+            item="texts",
+            found=f"{encoder.empty} of {encoder.seen} skipped",
+        )
+    return part

@@ -121,6 +121,23 @@ def test_eval_says_what_readers_and_folders_warn_of(text: Path, asked: dict[str,
     assert asked["texts"].rows_empty == 1
 
 
+@pytest.mark.parametrize(
+    ("gate", "said"), [("kl=1", "cannot read"), ("growth<5%", "not be measured"), (",", "no gate")]
+)
+def test_a_gate_that_cannot_hold_is_wrong_usage_before_the_data_are_read(gate: str, said: str) -> None:
+    done = _run("eval", "--model", "m", "--quantized", "q", "--dataset", "no-such-file.jsonl", "--gate", gate)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
+
+
+def test_a_report_is_never_written_over_what_the_evaluation_reads(tmp_path: Path) -> None:
+    data = tmp_path / "data.json"
+    data.write_text('[{"text": "The limit is 12.5%."}]')
+    for option in ("--dataset", "--task", "--critical-words"):
+        done = _run("eval", "--model", "m", "--quantized", "q", option, str(data), "--report", str(data))
+        assert done.exit_code == 2 and "would be lost" in " ".join(done.output.split())
+    assert data.read_text() == '[{"text": "The limit is 12.5%."}]'
+
+
 def test_what_eval_says_to_type_next_repeats_what_was_given(text: Path, asked: dict[str, Any]) -> None:
     given = ["--model", "my m", "--quantized", "a", "--quantized", "b", "--dataset", str(text)]
     given += ["--window", "64", "--kv-cache", "fp8", "--gate", "kl<0.05"]

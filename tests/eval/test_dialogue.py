@@ -93,6 +93,63 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         renderer.pieces(talk(2))
 
 
+class ThinkingTokenizer(ChatTokenizer):
+    """A template in the manner of Qwen3: the last answer begins with thinking, earlier ones are written without."""
+
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=False):  # type: ignore[no-untyped-def]
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        text = "[gMASK]<sop>"
+        for number, message in enumerate(messages):
+            thought, _, words = message["content"].rpartition("</think>")
+            text += f"<|{message['role']}|>"
+            if message["role"] == "assistant" and number > last:
+                text += f"<think>{thought.removeprefix('<think>')}</think>"
+            text += words.strip() + "."
+        return text + ("<|assistant|>" if add_generation_prompt else "")
+
+
+def test_a_template_that_drops_the_thinking_of_earlier_answers_is_followed_without_it() -> None:
+    tokenizer = ThinkingTokenizer()
+    renderer = Renderer(tokenizer, find_prefix(tokenizer))
+    turns = (Turn(user="a", answer="<think>hm</think> yes"), Turn(user="b", answer="no"), Turn(user="c", answer="ok"))
+    texts = [piece.text for piece in renderer.pieces(Dialogue(turns=turns))]
+    assert texts == [
+        *("[gMASK]<sop><|user|>a.<|assistant|>", "yes.", "<|user|>b.<|assistant|>", "no."),
+        *("<|user|>c.<|assistant|>", "ok."),
+    ]
+    assert "without the thinking" in renderer.style
+    assert texts[0] + texts[1] + texts[2] == tokenizer.apply_chat_template(
+        [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", turns[0].answer), ("user", "b"))],
+        add_generation_prompt=True,
+    )
+    plain = Renderer(ChatTokenizer(), find_prefix(ChatTokenizer()))
+    plain.pieces(talk(3))
+    assert plain.style == "chat template"
+
+
+def test_a_template_that_knows_no_system_role_is_named_with_what_it_said() -> None:
+    class Refusing(ChatTokenizer):
+        def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=False):  # type: ignore[no-untyped-def]
+            if messages[0]["role"] == "system":
+                raise ValueError("System role not supported")
+            return super().apply_chat_template(messages, tokenize, add_generation_prompt)
+
+    tokenizer = Refusing()
+    model = uniform(len(tokenizer))
+    rows = [{"messages": messages(("system", "s"), ("user", "u"), ("assistant", "a"))}] * 2
+    refusal = "the chat template refuses these messages; found System role not supported"
+    with pytest.raises(UserError, match=f"{refusal}.*leave those out"):
+        evaluate(model, [], dialogues=rows, long_dialogue=1, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=refusal):
+        evaluate(model, [], rows, tokenizer=tokenizer)
+    assert model.calls == 0
+
+
+def test_a_message_without_content_is_empty_and_not_the_word_none() -> None:
+    spoken = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None}]
+    assert turns_of(spoken) == ("", (Turn(user="u", answer=""),))
+
+
 @pytest.mark.parametrize("limit", [None, 1000, 120, 90])
 def test_every_turn_is_scored_once_in_segments_that_fit_the_context(limit: int | None) -> None:
     tokenizer = ChatTokenizer()
@@ -230,6 +287,30 @@ def test_dialogues_too_cost_one_pass_of_the_source_and_one_of_each_export() -> N
     result = evaluate(models[0], models[1:], dialogues=rows, draws=20, **settings)
     assert alone.forward_tokens == result.forward_tokens > 0
     assert [export.forward_tokens for export in result.exports] == [alone.forward_tokens] * 3
+
+
+def test_what_the_source_said_by_itself_is_read_once_however_many_exports_there_are() -> None:
+    tokenizer = ChatTokenizer()
+    models = [random_bigram(seed, len(tokenizer)) for seed in range(2)]
+    rows = [{"messages": messages(*[("user", "u"), ("assistant", "a 1")] * 5)}] * 2
+    settings: dict[str, Any] = {"dialogues": rows, "long_dialogue": 5, "tokenizer": tokenizer, "free_running": True}
+    settings |= {"diagnose": 0, "draws": 20, "max_new_tokens": 6}
+    tokens = []
+    for count in (1, 2, 3):
+        names = [str(index) for index in range(count)]
+        tokens.append(evaluate(models[0], models[1:2] * count, names=names, **settings).forward_tokens)
+    # Two dialogues of 5 turns: prefix 2, three tokens a question, six an answer, and the last of them predicts nothing.
+    assert [tokens[1] - tokens[0], tokens[2] - tokens[1]] == [2 * (2 + 5 * 9 - 1)] * 2
+
+
+def test_dialogues_that_nobody_answers_are_counted_and_intervals_are_said_to_be_over_dialogues() -> None:
+    tokenizer = ChatTokenizer()
+    model = uniform(len(tokenizer))
+    good = {"messages": messages(("user", "a"), ("assistant", "b"))}
+    other = {"messages": messages(("user", "a"), ("model", "b"))}
+    found = evaluate(model, [], dialogues=[good, other, good], long_dialogue=1, tokenizer=tokenizer, draws=20)
+    assert "1 of 3 dialogues hold no user's turn with an answer" in found.notes
+    assert "interval over dialogues" in to_table(found)
 
 
 def test_fewer_turns_than_wanted_are_measured_and_said() -> None:

@@ -224,6 +224,16 @@ def test_a_rotated_stream_is_not_compared_part_by_part_but_said_to_be(source: An
     assert result.exports[0].findings == ()
 
 
+def test_parts_are_not_compared_with_a_source_that_gives_nan(source: Any, tokenizer: Any) -> None:
+    def change(model: Any) -> None:
+        decoder_layers(model)[1].self_attn.o_proj.weight[0, 0] = float("nan")
+
+    result = evaluate(broken(source, change), [source], TEXTS, tokenizer=tokenizer, window=64, draws=20)
+    assert result.status == "invalid" and result.noise_kl is None
+    assert all(layer.local_error is None and layer.stream_error is None for layer in result.exports[0].layers)
+    assert "nan" not in to_table(result).lower().replace("finance", "")
+
+
 def test_a_folder_that_gives_nan_is_invalid_in_every_report(folder: Path, source: Any, tokenizer: Any) -> None:
     def change(model: Any) -> None:
         decoder_layers(model)[1].self_attn.o_proj.weight[0, 0] = float("nan")

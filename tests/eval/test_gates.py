@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from support_stubs import random_bigram
+import torch
+from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
 from glm5_quant.eval import evaluate
 from glm5_quant.eval.gates import parse_gates
@@ -25,8 +26,9 @@ def test_a_gate_that_cannot_be_read_is_refused_before_any_work(text: str) -> Non
 
 
 def test_what_was_not_measured_does_not_pass() -> None:
+    # Without a tokenizer no token is numeric.
     result = evaluate(
-        random_bigram(0), [random_bigram(1)], [list(range(32))], gates="growth<8%,kl<10,kl>10,perplexity<1000%"
+        random_bigram(0), [random_bigram(1)], [list(range(32))], gates="numeric<8%,kl<10,kl>10,perplexity<1000%"
     )
     assert [(gate.passed, gate.reason) for gate in result.gates] == [
         (False, "not measured"),
@@ -34,3 +36,39 @@ def test_what_was_not_measured_does_not_pass() -> None:
         (False, ""),
         (True, ""),
     ]
+
+
+@pytest.mark.parametrize(("gate", "option"), [("growth<8%", "long-dialogue"), ("kl<1,critical<1%", "critical-words")])
+def test_a_gate_on_what_will_not_be_measured_is_refused_before_any_model_runs(gate: str, option: str) -> None:
+    source = random_bigram(0)
+    with pytest.raises(UserError, match=f"this will not be measured.*--{option}"):
+        evaluate(source, [source], [list(range(32))], gates=gate)
+    assert source.calls == 0
+
+
+def test_a_list_of_gates_without_a_gate_is_refused() -> None:
+    with pytest.raises(UserError, match="no gate in it"):
+        parse_gates(" , ")
+
+
+def test_no_gate_passes_where_the_source_turns_out_broken_halfway() -> None:
+    table = random_bigram(0).log_table.clone()
+    table[30] = torch.nan
+    texts = [[1, 2, 3, 4, 5] * 8, [6, 30, 2]]
+    result = evaluate(Bigram(table), [random_bigram(0)], texts, window=8, gates="kl<100", draws=20)
+    assert result.status == "invalid" and result.exports[0].slice("all") is not None
+    assert [(gate.value, gate.passed, gate.reason) for gate in result.gates] == [(None, False, "the result is invalid")]
+    assert not result.gates_passed
+
+
+def test_one_turn_has_no_growth_so_a_gate_on_it_does_not_pass() -> None:
+    tokenizer = CharTokenizer()
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b 5"}]}] * 3
+    source, export = uniform(len(tokenizer)), random_bigram(1, len(tokenizer))
+    result = evaluate(
+        source, [export], dialogues=rows, long_dialogue=1, tokenizer=tokenizer, draws=20, gates="growth<1%"
+    )
+    found = result.exports[0].dialogue
+    assert found is not None and found.ratio_at["1"].value not in (None, 1.0)
+    assert (found.growth.value, found.relative_growth.value, found.source_growth.value) == (None, None, None)
+    assert [(gate.passed, gate.reason) for gate in result.gates] == [(False, "not measured")]

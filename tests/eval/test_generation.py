@@ -14,9 +14,10 @@ from glm5_quant.eval import evaluate, to_html
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn
 from glm5_quant.eval.drift import Reader
 from glm5_quant.eval.free_running import converse, repetition
-from glm5_quant.eval.generate import ending_of
+from glm5_quant.eval.generate import answer, ending_of
 from glm5_quant.eval.prefix import find_prefix
 from glm5_quant.eval.runner import PlainCache, Runner
+from glm5_quant.eval.tasks import read_task, solve
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.texts import load_tokenizer
 
@@ -91,6 +92,19 @@ def test_answers_end_at_eos_or_at_what_the_template_writes_next(tokenizer: Any) 
     assert ending.closing == tuple(b"\n")
 
 
+def test_of_a_long_prompt_only_the_logits_of_its_last_token_are_asked_for(tokenizer: Any) -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    class Watched:
+        def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
+            asked.append((ids.shape[1], [] if keep is None else keep.tolist()))
+            return torch.zeros(1, 1, 8).index_fill(2, torch.tensor([3]), 1.0)
+
+    found = answer(Watched(), None, [1] * 50, frozenset(), 3)
+    assert found.ids == (3, 3, 3)
+    assert asked == [(50, [49]), (1, [0]), (1, [0])]
+
+
 def test_repeated_runs_are_counted_within_an_answer(tokenizer: Any) -> None:
     renderer = Renderer(tokenizer, find_prefix(tokenizer))
     dialogue = Dialogue(turns=(Turn(user="q", answer="a"),))
@@ -117,6 +131,24 @@ def test_numeric_tasks_are_answered_by_every_model_and_compared(tokenizer: Any, 
     assert task.source_misreads == {"equal": 2, "other number": 1}
     assert task.misreads == {"digit added": 1, "point shifted": 1, "other number": 1}
     assert "sums" in to_html(result)
+
+
+def test_in_the_plain_form_a_calculation_of_several_lines_is_read_to_its_result(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "sum.jsonl").write_text('{"input": "1+4, doubled?", "golden": "8"}\n')
+    limit = 12
+    # After the result the model goes on as the next user would, and says 9.
+    steps = iter(b"1\n=8\nUser:9" + b"9" * limit)
+
+    def scripted(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        logits = torch.zeros(*ids.shape, 300)
+        logits[0, -1, next(steps)] = 20.0
+        return logits
+
+    problems = read_task(tmp_path / "sum.jsonl")
+    watched = Reader(name="m", runner=Runner(scripted), new_cache=PlainCache)
+    found = solve(watched, problems, Renderer(tokenizer, find_prefix(tokenizer)), limit)
+    assert [answer.value for answer in found if answer is not None] == [8]
+    assert bytes(steps) == b"9" * (limit + 1)
 
 
 def test_one_script_short_text_and_few_clusters_are_said_in_notes(tokenizer: Any) -> None:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from support_stubs import random_bigram
+import torch
+from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
 from glm5_quant.eval import evaluate, to_html, to_json, to_markdown, to_table
+from glm5_quant.eval.report_plots import number_turn_chart
 from glm5_quant.eval.result import EvalResult, LayerResult
 from glm5_quant.eval.statistics import Estimate
 from glm5_quant.eval.svg import Series, bars, label, lines, ticks
@@ -92,8 +95,6 @@ def test_terminal_columns_line_up_with_wide_characters() -> None:
 
 
 def test_layers_and_routing_are_tabled(result: EvalResult) -> None:
-    from dataclasses import replace
-
     layer = LayerResult(
         layer=3,
         local_error=0.1,
@@ -143,3 +144,60 @@ def _name_is_left_of(drawn: str, widest: str) -> None:
     width = sum(4.14 if letter == "." else 8.27 for letter in widest)
     assert found[widest] - width > float(name_at[1]) + 4
     assert f'class="grid" x1="{found[widest] + 6:.1f}"' in drawn
+
+
+def test_markdown_shows_a_prefix_that_looks_like_a_tag_and_code_that_holds_backticks() -> None:
+    tokenizer = CharTokenizer(bos="<s>")
+    model = uniform(len(tokenizer))
+    found = evaluate(model, [model], ["abc def"], tokenizer=tokenizer, names=["a<b>&c"], draws=20, diagnose=0)
+    page = to_markdown(replace(found, command="glm5-quant eval --trace 'a `b`'"))
+    assert "prefix &lt;s&gt; (bos)" in page and "<s>" not in page
+    assert "a&lt;b&gt;&amp;c" in page
+    assert "`` glm5-quant eval --trace 'a `b`' ``" in page
+
+
+def test_names_with_half_a_character_or_a_line_break_spoil_no_report() -> None:
+    found = evaluate(uniform(8), [uniform(8)], [[1, 2, 3]], names=["mod\udce8le\n\x1b[31m"], draws=20, diagnose=0)
+    for report in (to_table(found), to_markdown(found), to_html(found), to_json(found)):
+        report.encode()
+    assert json.loads(to_json(found))["exports"][0]["name"] == "mod\udce8le\n\x1b[31m"
+    for report in (to_table(found), to_markdown(found)):
+        assert "mod\ufffdle\ufffd\ufffd[31m" in report and "\x1b" not in report
+
+
+def test_charts_of_one_page_are_cut_each_to_its_own_area() -> None:
+    def clip(highest: float) -> tuple[str, str]:
+        drawn = lines([Series(name="s", points=[(1, 0.0), (2, highest)], colour=0)], "x", "y")
+        area = re.search(r'<clipPath id="([^"]+)"><rect x="([^"]+)"', drawn)
+        assert area is not None and f'clip-path="url(#{area[1]})"' in drawn
+        return area[1], area[2]
+
+    small, large = clip(0.5), clip(12345.678)
+    assert small[1] != large[1] and small[0] != large[0]
+    assert clip(0.4) == small
+
+
+def test_a_divergence_below_zero_by_float_noise_is_a_bar_of_no_height() -> None:
+    drawn = bars(["g"], [("s", 0, [-1e-3]), ("t", 1, [0.01])], "y")
+    heights = re.findall(r'height="(-?[\d.]+)" fill="#', drawn)
+    assert float(heights[0]) == 0 and float(heights[1]) > 100
+
+
+def test_figures_that_are_not_finite_are_a_dash() -> None:
+    assert (number(float("nan")), number(float("inf"), True)) == ("-", "-")
+
+
+def test_numbers_by_turn_are_averaged_over_tokens_and_not_over_turns() -> None:
+    tokenizer = CharTokenizer()
+    source = uniform(len(tokenizer))
+    logits = torch.zeros(len(tokenizer), len(tokenizer))
+    logits[tokenizer.get_vocab()["="], tokenizer.get_vocab()["9"]] = 3.0
+    # The digit behind "=" differs: one of one in turn 1, none of nine in turn 2.
+    spoken = [("user", "q"), ("assistant", "=1"), ("user", "q"), ("assistant", "123456789")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in spoken]}]
+    found = evaluate(source, [Bigram(logits)], dialogues=rows, long_dialogue=2, tokenizer=tokenizer, draws=20)
+    points = found.exports[0].dialogue.points
+    assert [(point.numeric_tokens, point.numeric_flips) for point in points] == [(1, 1.0), (9, 0.0)]
+    # One of ten digits is 10%; the mean of 100% and 0% would be 50%.
+    labels = re.findall(r'text-anchor="end">([^<]*)', number_turn_chart(found)[1])
+    assert labels[0] == "10" and "50" not in labels
