@@ -4,7 +4,7 @@
 
 Contenders: torch bf16 `F.linear` (and, with --fp32, fp32); ours with exact tokens (int4) and with tokens rounded to 8
 bits (int8), each through `dispatch.linear`, so rounding of tokens and of results counts; OpenVINO's and onnxruntime's
-4-bit linears when they are installed. Goals (issue 5): 3.1 / 2.9 / 4.0 / 5.0 times bf16 at 1 / 4 / 16 / 32 tokens.
+4-bit linears when they are installed. Goals: 3.1 / 2.9 / 4.0 / 5.0 times bf16 at 1 / 4 / 16 / 32 tokens.
 """
 
 from __future__ import annotations

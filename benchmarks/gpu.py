@@ -1,11 +1,11 @@
 """INT4 kernels on a GPU: correctness first, then times against torch bf16 and against the memory's own limit.
 
-    python benchmarks/gpu.py [--out result.json]      # under 8 minutes on one H200; needs no installed package
+    python benchmarks/gpu.py [--out result.json]      # needs no installed package; experts get 7 minutes (--budget-s)
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke   # the correctness part alone, on a CPU
 
 No time is reported when a number is wrong. Times are medians of CUDA graph replays over several matrices that together
 do not fit the L2 cache. The floor is the bytes that must be read (codes, scales, zero-points, tokens, results) over the
-copy bandwidth measured in the same run. Goals: issue 5.
+copy bandwidth measured in the same run. Goals stand beside what is found.
 """
 
 from __future__ import annotations

@@ -32,11 +32,19 @@ if TYPE_CHECKING:
 
 RotationOption = Annotated[
     opt.Rotation | None,
-    typer.Option(help="64-point Hadamard on inputs.", show_default=opt.AS_PRESET, rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        help="64-point Hadamard on inputs; only this package loads full.",
+        show_default=opt.AS_PRESET,
+        rich_help_panel=opt.SETTINGS,
+    ),
 ]
 ActivationsOption = Annotated[
     opt.Activations | None,
-    typer.Option(help="Activation format at run time.", show_default=opt.AS_PRESET, rich_help_panel=opt.SETTINGS),
+    typer.Option(
+        help="Format of activations in this package's runtime.",
+        show_default=opt.AS_PRESET,
+        rich_help_panel=opt.SETTINGS,
+    ),
 ]
 ShadowBudget = Annotated[
     float | None,
@@ -44,7 +52,7 @@ ShadowBudget = Annotated[
         min=0.0,
         max=1.0,
         metavar="SHARE",
-        help="Bytes of FP16 shadows, as a share of the experts' FP16 bytes.",
+        help="Bytes of shadows (columns of the error), as a share of the experts' FP16 bytes.",
         show_default=opt.AS_PRESET,
         rich_help_panel=opt.SETTINGS,
     ),

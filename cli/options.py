@@ -64,7 +64,7 @@ MaxMemory = Annotated[
         metavar="SIZE",
         callback=filled,
         help="Stay below this, e.g. 24GiB.",
-        show_default="no limit",
+        show_default="60% of memory",
         rich_help_panel=RUN,
     ),
 ]
@@ -74,7 +74,7 @@ Symmetric = Annotated[
     typer.Option(
         "--symmetric",
         metavar="",
-        help="No zero-points: loads in every server, costs accuracy.",
+        help="No zero-points, for readers that drop them; costs accuracy.",
         rich_help_panel=SETTINGS,
     ),
 ]
@@ -134,8 +134,8 @@ PresetOption = Annotated[
     typer.Option(
         metavar="NAME|FILE.toml",
         callback=_preset,
-        help='fast: one stream; default; high: inputs rotated; or a TOML file: base = "default" and single settings, '
-        "such as routing_exponent = 2.",
+        help='fast; default; high, which only this package loads; or a TOML file: base = "default" and single '
+        "settings, such as routing_exponent = 2.",
         rich_help_panel=SETTINGS,
     ),
 ]
