@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -116,6 +116,7 @@ def calibrate(
     checkpoint = as_rotated(source, settings.quant.rotation)
     plan = make_plan(checkpoint, settings, work_dir)
     plan.refuse_impossible()
+    settings = replace(settings, num_samples=plan.windows)
     if plan.memory_short:
         give_freed_memory_back()
     packed = _read_data(checkpoint, dataset, settings)

@@ -26,12 +26,13 @@ class Settings:
     `held_out` is the share of windows kept out of the solve to choose what only unseen tokens can judge (the strength
     of the target's correction); they join the statistics once that is chosen. With `choose_samples`, the windows are
     chosen by who is routed where out of `candidates` times as many, which costs a pass of the source model over those.
+    `num_samples` 0 stands for as many windows as tell this model's statistics something new (plan.useful_windows).
     `keep` names parts that stay in source precision, `int8` parts that are stored in 8 bits: attention, shared_experts,
     dense_mlp; and lm_head and embed_tokens, which are kept where they are not named.
     """
 
     quant: QuantConfig = field(default_factory=lambda: PRESETS["default"])
-    num_samples: int = 128
+    num_samples: int = 0
     seqlen: int = 512
     seed: int = 0
     held_out: float = 0.0625
@@ -45,7 +46,7 @@ class Settings:
     max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name, low in (("num_samples", 1), ("seqlen", 2), ("seed", 0), ("coverage_target", 0), ("candidates", 1)):
+        for name, low in (("num_samples", 0), ("seqlen", 2), ("seed", 0), ("coverage_target", 0), ("candidates", 1)):
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")

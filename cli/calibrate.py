@@ -83,7 +83,7 @@ def register(app: typer.Typer) -> None:
 def calibrate(
     model: opt.Model = None,
     dataset: opt.Dataset = None,
-    num_samples: opt.NumSamples = 128,
+    num_samples: opt.NumSamples = None,
     seqlen: opt.SeqLen = 512,
     preset: opt.PresetOption = "default",
     symmetric: opt.Symmetric = False,
@@ -114,7 +114,7 @@ def calibrate(
             "activations": activations and activations.value,
             "shadow_budget": shadow_budget,
         },
-        num_samples=num_samples,
+        num_samples=num_samples or 0,
         seqlen=seqlen,
         seed=seed,
         all_experts=all_experts,

@@ -50,7 +50,16 @@ Dataset = Annotated[
         rich_help_panel=INPUT,
     ),
 ]
-NumSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Calibration windows.", rich_help_panel=INPUT)]
+NumSamples = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Calibration windows.",
+        show_default="as many as the model needs, 128 at most",
+        rich_help_panel=INPUT,
+    ),
+]
 SeqLen = Annotated[int, typer.Option("--seqlen", min=2, metavar="N", help="Tokens of a window.", rich_help_panel=INPUT)]
 WorkDir = Annotated[
     str, typer.Option(metavar="FOLDER", callback=filled, help="Folder for journal and export.", rich_help_panel=RUN)

@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 @guarded
 def plan(
     model: opt.Model = None,
-    num_samples: opt.NumSamples = 128,
+    num_samples: opt.NumSamples = None,
     seqlen: opt.SeqLen = 512,
     preset: opt.PresetOption = "default",
     symmetric: opt.Symmetric = False,
@@ -41,7 +41,7 @@ def plan(
     settings = make_settings(
         preset,
         quant={"symmetric": symmetric or None},
-        num_samples=num_samples,
+        num_samples=num_samples or 0,
         seqlen=seqlen,
         device=device,
         max_memory_bytes=opt.size(max_memory, "--max-memory"),
@@ -105,7 +105,7 @@ def _as_text(plan: Plan) -> str:
         ("model", f"{plan.family.model_type}, {plan.layers} layers, {human_bytes(plan.source_bytes)}"),
         ("quantized", f"{matrices:,} matrices, {plan.quantized_weights:,} weights"),
         ("export", human_bytes(plan.export_bytes)),
-        ("tokens", f"{plan.tokens:,}{even}"),
+        ("tokens", f"{plan.tokens:,} in {plan.windows} windows of {plan.seqlen}{even}"),
         ("coverage", f"target {plan.coverage_target:,} tokens an expert" if plan.experts else None),
         ("memory", f"peak {human_bytes(plan.peak_memory_bytes)}, allowed {human_bytes(plan.memory_cap_bytes)}: {fits}"),
         ("disk", f"{human_bytes(plan.disk_needed_bytes)} in {plan.work_dir}, {human_bytes(plan.disk_free_bytes)} free"),
