@@ -56,7 +56,8 @@ FreeRunning = Annotated[
     typer.Option("--free-running", metavar="", help="Models also answer by themselves.", rich_help_panel=opt.SETTINGS),
 ]
 KvCacheOption = Annotated[
-    KvCache, typer.Option(help="Number format of the exports' KV cache.", rich_help_panel=opt.SETTINGS)
+    KvCache,
+    typer.Option(help="Also read dialogues with a KV cache of this format.", rich_help_panel=opt.SETTINGS),
 ]
 CriticalWords = Annotated[
     str | None,

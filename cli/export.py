@@ -55,7 +55,7 @@ def export(
             overwrite=overwrite or (output_dir is None and _is_own(output)),
             progress=bar.advance,
         )
-    show_report(report, json)
+    show_report(report, json, output)
     say_next("verify", output_dir, model=model, work_dir=unless_default(work_dir) if output_dir is None else None)
     data = needed_data(source)
     say_next("eval", model=model, quantized=output_dir, dataset=data, work_dir=unless_default(work_dir))
@@ -71,8 +71,8 @@ def _is_own(folder: str) -> bool:
     return found
 
 
-def show_report(report: ExportReport, json: bool) -> None:
-    """Print the report: warnings as talk, the facts or JSON as data."""
+def show_report(report: ExportReport, json: bool, written: str) -> None:
+    """Print the report: warnings as talk, the facts or JSON as data. written: the folder as the user named it."""
     warn(report.warnings)
     if report.leftovers or report.shards_reused:
         found = f"{len(report.leftovers)} files of a stopped export were found"
@@ -83,7 +83,7 @@ def show_report(report: ExportReport, json: bool) -> None:
     kept = f"{report.kept_tensors} tensors in source precision"
     print(
         facts(
-            ("written", report.output),
+            ("written", written),
             ("size", f"{human_bytes(report.tensor_bytes)} of {human_bytes(report.source_bytes)} in the source"),
             ("quantized", f"{report.packed_linears} matrices, {report.bits_per_weight:.3f} bits a weight"),
             ("whole model", f"{report.bits_per_parameter:.3f} bits a parameter"),

@@ -211,7 +211,7 @@ def _variants(session: Session, talk: DialoguePart) -> Iterable[CacheVariant]:
     for (index, spec), drift in talk.variants:
         use = cache_use(drift.cache)
         keys, values = (tuple(use.key_error), tuple(use.value_error)) if use else ((), ())
-        session.notes += _cache_notes(session, talk, spec, drift.cache)
+        session.notes += _cache_notes(session, spec, drift.cache)
         yield CacheVariant(
             weights="source" if index is None else session.names[index],
             kind=spec.kind,
@@ -228,20 +228,18 @@ def _variants(session: Session, talk: DialoguePart) -> Iterable[CacheVariant]:
         )
 
 
-def _cache_notes(session: Session, talk: DialoguePart, spec: CacheSpec, cache: Any) -> list[str]:
-    """What hides the harm of a quantized cache: tokens and layers that were never read back from it."""
+def _cache_notes(session: Session, spec: CacheSpec, cache: Any) -> list[str]:
+    """What hides the harm of a quantized cache, or blurs it: tokens and layers that stay in 16 bit."""
     use, plain = cache_use(cache), untouched(cache)
-    chunk = 1 if session.config.decode_steps else session.config.chunk
+    together = 1 if session.config.decode_steps else min(session.config.chunk, spec.step or 1)
     notes = []
-    if use is not None and not any(use.key_error):
+    if use is not None and spec.recent and not any(use.key_error):
         notes.append(f"{spec.kind} cache: no token ever left the 16-bit tier of {spec.recent} tokens")
-    elif use is not None and spec.recent < chunk > 1:
-        # The last token of a dialogue is predicted and never read.
-        longest = max(segment.tokens for parts in talk.segments for segment in parts) - 1
-        seen = f"tokens of one chunk ({chunk}) see each other in 16 bit"
-        if longest <= chunk:
-            seen = f"no dialogue is longer than one chunk ({chunk}), so it was never read back and shows nothing"
-        notes.append(f"{spec.kind} cache: {seen}; the setting decode-steps reads as a server does")
+    elif use is not None and together > 1:
+        notes.append(
+            f"{spec.kind} cache: read by {together} tokens at once, each of which sees {spec.recent - together + 1} to "
+            f"{spec.recent} tokens in 16 bit; with the setting decode-steps each sees {spec.recent}"
+        )
     if plain:
         notes.append(f"{spec.kind} cache: {plain} of {len(cache.layers)} layers stay in 16 bit (sliding windows)")
     return notes

@@ -24,13 +24,15 @@ class EvalConfig:
     free_running: models also answer by themselves.
     max_new_tokens: longest answer then.
     num_problems, max_answer_tokens: of numeric tasks, and how long an answer there may be.
-    decode_steps: feed dialogues one token at a time, as serving does, instead of by chunks of `chunk`.
+    decode_steps: feed dialogues one token at a time, as serving does, instead of by chunks of `chunk`. Slow, and the
+        same figures but for a quantized cache with `kv_recent`.
     together: models that read a chunk of a dialogue at the same time, each with torch's own number of threads (one
         core each with OMP_NUM_THREADS=1). Models that read with several caches take turns. No figure depends on it.
     max_context: tokens of context in dialogues; where a dialogue is longer the oldest turns are dropped (None: the
         model's max_position_embeddings).
-    kv_cache: "fp16", "fp8", "int4" or "tiered" for the exports; kv_feedback: share of the cache's error carried on
-        to the next token (0 or 0.3). kv_recent: newest tokens kept in 16 bit (None: 4,096 for "tiered", else none).
+    kv_cache: "fp16", or "fp8", "int4" or "tiered": source and exports read dialogues with such a cache too.
+        kv_feedback: share of the cache's error carried on to the next token (0 to 1; above 0 the same caches are read
+        with and without). kv_recent: newest tokens kept in 16 bit (None: 4,096 for "tiered", else none).
         kv_scales: JSON file with fixed FP8 scales by layer, {"0": [key, value], ...} ("": from each token).
     critical_words: file with one word a line, "default", or "" for none.
     stress: add the four stress shapes.
@@ -107,6 +109,9 @@ class EvalConfig:
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         if not 0 <= self.kv_feedback <= 1:
             raise UserError("out of range", item="kv_feedback", found=self.kv_feedback, expected="0 to 1")
+        if self.kv_cache == "fp16" and (self.kv_feedback or self.kv_recent is not None):
+            item = "kv_feedback" if self.kv_feedback else "kv_recent"
+            raise UserError("no quantized KV cache to use it", item=item, found="kv_cache=fp16")
         if not self.margin > 0:
             raise UserError("must be positive", item="margin", found=self.margin, expected="nats per token above 0")
 

@@ -11,7 +11,7 @@ from glm5_quant.eval.dialogue import Dialogue, Renderer, Segment, as_dialogue, f
 from glm5_quant.eval.drift import Drift, Reader, at_once, measure_drift
 from glm5_quant.eval.free_running import Transcript, converse
 from glm5_quant.eval.kv_cache import CacheSpec, new_cache, spec_of
-from glm5_quant.eval.kv_scales import check_layers, read_kv_scales
+from glm5_quant.eval.kv_scales import check_layers, read_kv_scales, uncalibrated
 from glm5_quant.eval.routing import RoutingDrift, RoutingWatch
 from glm5_quant.eval.runner import PlainCache, Runner
 from glm5_quant.eval.session import Session
@@ -88,7 +88,8 @@ class DialoguePart:
         """The source (None) or an export, with a 16-bit cache or a quantized one."""
         runner = self.session.source if index is None else self.session.export(index)
         name = "source" if index is None else self.session.names[index]
-        return Reader(name=name, runner=runner, new_cache=partial(cache_for, runner, spec))
+        most = None if spec is None else spec.step
+        return Reader(name=name, runner=runner, new_cache=partial(cache_for, runner, spec), most=most)
 
 
 def cache_for(runner: Runner | None, spec: CacheSpec | None) -> Any:
@@ -123,7 +124,10 @@ def dialogue_part(session: Session, rows: list[Any] | None) -> DialoguePart:
     """
     config = session.config
     assert config.long_dialogue is not None
-    cache_specs(session)  # a file of scales that does not fit fails before any model runs
+    specs = cache_specs(session)  # a file of scales that does not fit fails before any model runs
+    scales = specs[0].static_scales if specs else None
+    if scales is not None and (warning := uncalibrated(scales, config.kv_scales)):
+        session.doubt(warning)
     if session.tokenizer is None:
         raise UserError("dialogues need a tokenizer", item="tokenizer", expected="tokenizer=, or a model folder")
     if rows is None:

@@ -94,17 +94,25 @@ class Drift:
 @dataclass(frozen=True, kw_only=True)
 class Reader:
     """A model reading dialogues, and how to make the cache it reads with. runner None: only its kept answers are
-    left."""
+    left. most: tokens that this cache may be read with at once (None: any number)."""
 
     name: str
     runner: Runner | None
     new_cache: Callable[[], Any]
+    most: int | None = None
 
     def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [1, C, V] of the next tokens, or only those at `keep`."""
+        """Logits [1, C, V] of the next tokens, or only those at `keep`, in rising order."""
         if self.runner is None:
             raise ValueError(f"{self.name} is no longer held")
-        return self.runner.step(ids, cache, keep)
+        size = ids.shape[1] if self.most is None else self.most
+        if ids.shape[1] <= size:
+            return self.runner.step(ids, cache, keep)
+        made = []
+        for start in range(0, ids.shape[1], size):
+            inside = None if keep is None else keep[(keep >= start) & (keep < start + size)] - start
+            made.append(self.runner.step(ids[:, start : start + size], cache, inside))
+        return torch.cat(made, dim=1)
 
 
 def in_turn(steps: Iterable[Callable[[], Any]]) -> Iterator[Any]:

@@ -1,9 +1,14 @@
 """Key/value caches that keep older tokens in fewer bits: FP8, INT4, or tiers with the oldest in host memory.
 
-Shapes: keys and values are [B, H, T, D] (batch, heads, tokens, head size). Tokens leave the 16-bit tier once more than
-`recent` newer ones are cached, at the end of the step that pushed them out. FP8 is E4M3 with one float32 scale a
-token and head, from its absolute maximum; INT4 is asymmetric with scale and minimum per 64 head channels (as in KIVI,
-arXiv 2402.02750, but per token for keys too).
+Shapes: keys and values are [B, H, T, D] (batch, heads, tokens, head size). As in a server, a token's key and value are
+written first and read from the cache then, by the token itself too: the newest `recent` tokens, the reading one among
+them, are in 16 bit, all others quantized. FP8 is E4M3 with one float32 scale a token and head, from its absolute
+maximum; INT4 is asymmetric with scale and minimum per 64 head channels (as in KIVI, arXiv 2402.02750, but per token for
+keys too).
+
+A step of several tokens gives all of them the same keys. Without a 16-bit tier that is what each would see by itself.
+With one, what leaves it at the end of the step is quantized for the step's first tokens as well, so steps are kept to
+`CacheSpec.step` tokens, and a token sees from `recent` - `step` + 1 to `recent` tokens in 16 bit.
 
 Error feedback (optional): before a token is quantized, `gain` times what was carried on from the token before it (in
 the same head and channel) is added; what quantizing then misses is carried on. Read over many tokens the errors of
@@ -42,6 +47,11 @@ class CacheSpec:
     on_device: int = 32768
     feedback: float = 0.0
     static_scales: Mapping[int, tuple[float, float]] | None = None
+
+    @property
+    def step(self) -> int | None:
+        """Tokens to be read at once at most: an eighth of the 16-bit tier, or any number where there is none."""
+        return max(1, self.recent // 8) if self.recent else None
 
 
 def spec_of(kind: str, feedback: float = 0.0, recent: int | None = None) -> CacheSpec | None:
@@ -200,16 +210,15 @@ class TierMixin:
         self.recent = spec.recent
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append tokens; return all keys and values, the older ones as they were kept."""
-        older = [side.read(key_states.dtype, key_states.device) for side in self.sides]
+        """Append tokens; return all keys and values as they are kept, the new ones too."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        whole = (torch.cat([*older[0], keys], dim=2), torch.cat([*older[1], values], dim=2))
         extra = keys.shape[2] - self.recent
         if extra > 0:
             for side, states in zip(self.sides, (keys, values), strict=True):
                 side.push(states[:, :, :extra])
             self.keys, self.values = keys[:, :, extra:].contiguous(), values[:, :, extra:].contiguous()
-        return whole
+        older = [side.read(key_states.dtype, key_states.device) for side in self.sides]
+        return torch.cat([*older[0], self.keys], dim=2), torch.cat([*older[1], self.values], dim=2)
 
     def get_seq_length(self) -> int:
         """Tokens held in all tiers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,10 @@ def check_layers(scales: Scales, layers: int, file: str | Path) -> None:
     missing = [layer for layer in range(layers) if layer not in scales]
     if missing:
         raise UserError("a layer has no scales", file=Path(file), item=f"layer {missing[0]}", expected=FORM)
+
+
+def uncalibrated(scales: Mapping[int, tuple[float, float]], file: str | Path) -> str:
+    """A warning where every scale is exactly 1.0, which is what a checkpoint has that nobody calibrated; else ""."""
+    if any(value != 1.0 for pair in scales.values() for value in pair):
+        return ""
+    return f"{file}: every scale is exactly 1.0, as where nobody calibrated them: the cache may lose more than it need"

@@ -84,9 +84,10 @@ class Session:
         self.prefix = find_prefix(self.tokenizer, config.prefix)
         seen = look_at(source, exports, self.names, config)
         self.packed = seen.packed
-        if warn is not None:
-            for warning in seen.warnings:
-                warn(warning)
+        self.warn = warn or (lambda warning: None)
+        self.notes: list[str] = []
+        for warning in seen.warnings:
+            self.doubt(warning)
         outline = outline_of(source)
         self.source_name = Path(self.source_named).resolve().name if self.source_named else outline.name
         self.layers = outline.layers
@@ -96,10 +97,15 @@ class Session:
         self.source: Runner | None = None
         self.marker = Marker(numeric_mask(self.tokenizer, self.vocab_size))
         self.opened: dict[int, Runner] = {}
-        self.notes: list[str] = [*seen.warnings, *other_tokenizers(source, exports, self.names)]
+        self.notes += other_tokenizers(source, exports, self.names)
         self.read: dict[int | None, int] = {}
         self.traces: list[RoutingTrace] = []
         self._scratch = tempfile.TemporaryDirectory(prefix="glm5-quant-")
+
+    def doubt(self, warning: str) -> None:
+        """Warn at once, and in the report's notes."""
+        self.warn(warning)
+        self.notes.append(warning)
 
     def open(self) -> None:
         """Load the source, and the exports unless they are held one at a time."""

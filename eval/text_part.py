@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from glm5_quant.eval.routing import RoutingDrift, RoutingWatch
 from glm5_quant.eval.score import Pass, live_source, score
 from glm5_quant.eval.session import Session
 from glm5_quant.eval.stress import stress_documents
-from glm5_quant.eval.windows import Batch, WindowPlan, batches, cut, plan_windows
+from glm5_quant.eval.windows import Batch, Window, WindowPlan, batches, cut, plan_windows
 from glm5_quant.model.errors import UserError
 
 HEAD = 1000
@@ -48,25 +48,35 @@ class TextPart:
 
     def batches(self) -> Iterator[Batch]:
         """Batches from the start; the same ones every time."""
-        config = self.session.config
+        return self._batches(self._windows())
+
+    def _windows(self) -> Iterator[Window]:
         self.encoder.empty = self.encoder.seen = self.encoder.shapes = 0
-        windows = cut(self.encoder(self.documents()), self.plan, config.num_windows)
-        return batches(windows, config.batch_size, config.padding_side)
+        return cut(self.encoder(self.documents()), self.plan, self.session.config.num_windows)
+
+    def _batches(self, windows: Iterable[Window]) -> Iterator[Batch]:
+        return batches(windows, self.session.config.batch_size, self.session.config.padding_side)
 
     def run(self, group: list[int]) -> None:
         """Read all windows with the source (or its kept answers) and a group of exports."""
         session, done = self.session, 0
+        windows: Iterable[Window] = self._windows()
+        total = None
+        if session.config.num_windows is not None:
+            # A text may give fewer than were asked for. Without a limit it is not cut before it is read.
+            windows = list(windows)
+            total = len(windows)
 
         def seen(count: int) -> None:
             nonlocal done
             done += count
-            session.progress("windows", done, session.config.num_windows)
+            session.progress("windows", done, total)
 
         reader = live_source(session.source, session.kept("windows"))
         exports = [session.export(index) for index in group]
         watch = RoutingWatch(session.source.model if session.source else None, [export.model for export in exports])
         try:
-            self.base, passes = score(reader, exports, self.batches(), session.marker, seen, watch)
+            self.base, passes = score(reader, exports, self._batches(windows), session.marker, seen, watch)
         finally:
             watch.close()
         self.seen, self.empty = self.encoder.seen - self.encoder.shapes, self.encoder.empty

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from glm5_quant.model.card import as_kept
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.scheme import NUMERIC_KEY, SCHEME_KEY, untied_config, without_quantization
@@ -46,7 +47,7 @@ def differences(export: Checkpoint, source: Checkpoint, *, untied: bool) -> Diff
         mine, theirs = ({key: side[key]} if key in side else {} for side in (here, expected))
         for line in _values(mine, theirs):
             found.add(f"config.json: {line}", works=key not in NOTES)
-    theirs = _files(source)
+    theirs = as_kept(_files(source))
     try:
         ours = _files(export)
     except UserError as error:  # a link that leads out of the folder

@@ -141,7 +141,8 @@ class Checkpoint:
         return self.tensors[name]
 
     def side_files(self) -> list[Path]:
-        """Files an export copies byte for byte: tokenizer, templates, generation settings, licence, .py (never run).
+        """Files an export copies byte for byte: tokenizer, templates, generation settings, licence, .py (never run);
+        README.md under another name.
 
         Absolute paths inside `folder`, in name order, also from sub-folders; no weights, no index, no config.json.
         """

@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from glm5_quant.model import atomic, input_scales, sidecar, staging
+from glm5_quant.model.card import CARD, CardFacts, as_kept, kept_name, write_card
 from glm5_quant.model.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.export_plan import SCALE, ExportPlan, make_plan, tensor_parallel_sizes
+from glm5_quant.model.exported import Exported
 from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors
 from glm5_quant.model.files import INDEX_NAME, expanded
 from glm5_quant.model.fp8 import Fp8Scheme
 from glm5_quant.model.journal import Journal, file_sha256, open_journal
 from glm5_quant.model.rotated import as_rotated
+from glm5_quant.model.runtimes import runtime_verdicts
 from glm5_quant.model.safetensors_header import read_header
-from glm5_quant.model.scheme import NUMERIC_KEY, InputScheme, Scheme, export_config, rotation_of
+from glm5_quant.model.scheme import FORMAT, NUMERIC_KEY, OWN_FORMAT, InputScheme, Scheme, export_config, rotation_of
 from glm5_quant.model.shards import Spec, Written, shard_names, split_into_shards, write_shard
 from glm5_quant.model.verifying import check_structure
 
@@ -107,23 +110,30 @@ def export(
         try:
             atomic.check_free_space(output, layout.bytes_to_write(stage.files) + _SLACK_BYTES)
             files, reused = _write(inputs, layout, stage.files, progress)
-            problems = check_structure(open_checkpoint(stage.files)).problems
-            if problems:
-                raise UserError("the export does not pass its own check", file=output, found="; ".join(problems[:3]))
+            made = check_structure(open_checkpoint(stage.files))
+            if made.problems:
+                found = "; ".join(made.problems[:3])
+                raise UserError("the export does not pass its own check", file=output, found=found)
+            assert made.exported is not None
+            report = _report(inputs, output, layout, stage, files, reused)
+            if layout.card is not None:
+                report = _with_card(inputs, layout.card, stage.files, report, made.exported)
             stage.publish(layout.names)
         except Exception:
             stage.discard()
             raise
-    return _report(inputs, output, layout, stage, files, reused)
+    return report
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """Which file holds what: base shards, sidecar shards, side files; `names` lists every file of the export."""
+    """Which file holds what: base shards, sidecar shards, side files; `names` lists every file of the export. `card`:
+    the source's model card, in whose place the export has its own."""
 
     shards: dict[str, list[Spec]]
     sidecar: dict[str, list[Spec]]
     side_files: dict[str, Path]
+    card: str | None
     names: list[str]
 
     @classmethod
@@ -135,8 +145,16 @@ class _Layout:
         folder = inputs.source.folder
         side = {path.relative_to(folder).as_posix(): path for path in inputs.source.side_files()}
         side = {name: path for name, path in side.items() if not name.startswith(f"{sidecar.FOLDER}/")}
-        everything = [*shards, *names, sidecar.JSON_NAME, *side, INDEX_NAME, staging.CONFIG_NAME]
-        return cls(shards=shards, sidecar=dict(zip(names, extra, strict=True)), side_files=side, names=everything)
+        kept = kept_name(side) if CARD in side else None
+        side = as_kept(side)
+        everything = [*shards, *names, sidecar.JSON_NAME, *side, *([CARD] if kept else []), INDEX_NAME]
+        return cls(
+            shards=shards,
+            sidecar=dict(zip(names, extra, strict=True)),
+            side_files=side,
+            card=kept,
+            names=[*everything, staging.CONFIG_NAME],
+        )
 
     def bytes_to_write(self, files: Path) -> int:
         """Bytes still to be written, given what a killed run finished."""
@@ -282,6 +300,28 @@ def _write_small(inputs: _Inputs, layout: _Layout, files: Path) -> list[Written]
         data = atomic.json_bytes(value)
         written.append(Written(name=name, size_bytes=len(data), sha256=atomic.write_bytes(files / name, data)))
     return written
+
+
+def _with_card(inputs: _Inputs, kept: str, files: Path, report: ExportReport, made: Exported) -> ExportReport:
+    """Write the export's card; the report with it among its files."""
+    settings, plan = inputs.journal.manifest.settings, inputs.plan
+    features = sidecar.features((spec.name for spec in plan.sidecar), inputs.inputs)
+    facts = CardFacts(
+        manifest=inputs.journal.manifest,
+        packed=report.packed_linears,
+        eight=len(plan.eight),
+        kept=report.kept_tensors,
+        symmetric=report.symmetric,
+        group_size=group_size(settings),
+        form=FORMAT if not inputs.inputs.changes_weights else OWN_FORMAT,
+        bits_per_weight=report.bits_per_weight,
+        tensor_bytes=report.tensor_bytes,
+        source_bytes=report.source_bytes,
+        verdicts=runtime_verdicts(made, features, ()),
+    )
+    data = write_card(inputs.source.folder, files / kept, kept, facts).encode()
+    written = Written(name=CARD, size_bytes=len(data), sha256=atomic.write_bytes(files / CARD, data))
+    return replace(report, files=tuple(sorted((*report.files, written), key=lambda file: file.name)))
 
 
 def group_size(settings: dict[str, Any]) -> int:

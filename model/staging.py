@@ -29,7 +29,7 @@ _SIDECAR_FOLDER = SIDECAR_PREFIX.rstrip("/")
 _SIDECAR_FILE = re.compile(r"\.?eampq(\.json|-\d+-of-\d+\.safetensors)")
 _MODEL_ENDINGS = (".safetensors", ".bin", ".gguf", ".json", ".jinja", ".model", ".tiktoken", ".gitattributes")
 _MODEL_FILE = re.compile(
-    r"(README|LICENSE|LICENCE|NOTICE)(\.\w+)?|(merges|vocab)\.txt|(modeling|configuration|tokenization)_\w+\.py"
+    r"((SOURCE_)*README|LICENSE|LICENCE|NOTICE)(\.\w+)?|(merges|vocab)\.txt|(modeling|configuration|tokenization)_\w+\.py"
 )
 
 

@@ -104,11 +104,19 @@ def test_plan_refuses_what_cannot_work_after_showing_why(model: Path, tmp_path: 
     assert "--max-memory" in done.stderr
 
 
+def test_export_names_the_folder_as_it_was_given(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = _run("export", "--work-dir", str(work), "--output-dir", "here/out")
+    assert done.exit_code == 0, done.output
+    assert "written      here/out\n" in done.stdout
+    assert (tmp_path / "here" / "out" / "config.json").exists()
+
+
 def test_export_says_what_it_wrote_and_what_to_type_next(work: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     done = _run("export", "--work-dir", str(work), "--output-dir", str(target), "--max-shard-size", "64KiB")
     assert done.exit_code == 0
-    assert f"written      {target}" in done.stdout
+    assert f"written      {target}\n" in done.stdout
     assert "of MTP layers" in done.stdout
     assert done.stderr.splitlines()[-2:] == [
         f"Next: glm5-quant verify {target}",
@@ -336,7 +344,8 @@ def test_every_setting_of_an_evaluation_can_be_reached_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, work: Path, text: Path
 ) -> None:
     wanted = ["stride=7", "decode-steps", "stress=on", "sequential=no", "source-cache=kept", "kv_feedback=0.3"]
-    _, asked = _eval(monkeypatch, work, text, *(word for pair in wanted for word in ("--set", pair)))
+    more = (word for pair in wanted for word in ("--set", pair))
+    _, asked = _eval(monkeypatch, work, text, "--kv-cache", "int4", *more)
     assert (asked["stride"], asked["decode_steps"], asked["stress"], asked["sequential"]) == (7, True, True, False)
     assert (asked["source_cache"], asked["kv_feedback"]) == ("kept", 0.3)
     listed = _run("eval", "--set", "help").stdout

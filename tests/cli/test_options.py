@@ -114,6 +114,14 @@ def test_a_trace_that_could_not_be_written_is_refused_and_no_folder_made_for_one
     assert asked == {}
 
 
+def test_the_kv_cache_is_no_matter_of_exports_alone() -> None:
+    shown = " ".join(_run("eval", "--help").stdout.replace("│", " ").split())
+    assert "Also read dialogues with a KV cache of this format" in shown
+    listed = " ".join(_run("eval", "--set", "help").stdout.split())
+    assert "source and exports read dialogues with such a cache too" in listed
+    assert "carried on to the next token (0 to 1;" in listed
+
+
 def test_eval_says_what_readers_and_folders_warn_of(text: Path, asked: dict[str, Any]) -> None:
     done = _run("eval", "--model", "m", "--quantized", "q", "--dataset", str(text))
     assert f"warning: {text}: 1 of 2 rows are empty and were passed over" in done.stderr

@@ -114,6 +114,19 @@ def test_a_kv_scale_wrong_in_one_layer_is_named(source: Any, tokenizer: Any, tmp
         assert "KV cache, layer 1: keys lost" in to_table(found)
 
 
+@pytest.mark.parametrize(("last", "said"), [(1.0, True), (0.99, False)])
+def test_o37_scales_of_a_kv_cache_that_are_all_exactly_1_are_warned_of(
+    source: Any, tokenizer: Any, tmp_path: Path, last: float, said: bool
+) -> None:
+    (tmp_path / "ones.json").write_text(json.dumps({"0": [1, 1.0], "1": [1, 1], "2": [1.0, last]}))
+    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    settings: dict[str, Any] = {"kv_cache": "fp8", "kv_scales": str(tmp_path / "ones.json"), "long_dialogue": 1}
+    warned: list[str] = []
+    found = evaluate(source, [], dialogues=talk, tokenizer=tokenizer, draws=20, warn=warned.append, **settings)
+    assert [line for line in found.notes if "ones.json" in line] == warned
+    assert [("every scale is exactly 1.0" in line) for line in warned] == ([True] if said else [])
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

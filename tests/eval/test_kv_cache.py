@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from support_models import byte_tokenizer, tiny_q3
 from transformers import DynamicCache, LlamaConfig
 
+from glm5_quant.eval import evaluate
+from glm5_quant.eval.drift import Reader
 from glm5_quant.eval.kv_cache import CacheSpec, cache_use, new_cache, pack_fp8, pack_int4, spec_of, unpack
+from glm5_quant.eval.runner import PlainCache, Runner
+from glm5_quant.model.loading import load
+from glm5_quant.model.texts import load_tokenizer
 
 CONFIG = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, vocab_size=32)
 
@@ -52,9 +61,88 @@ def test_recent_tokens_stay_as_they_are_and_older_ones_are_quantized() -> None:
     feed(cache, keys[:, :, :39], 13)
     found, values = cache.update(keys[:, :, 39:], 2 * keys[:, :, 39:], 0)
     assert found.shape == keys.shape and cache.get_seq_length() == 40
-    assert torch.equal(found[:, :, 29:], keys[:, :, 29:])
-    assert torch.equal(found[:, :, :29], unpack(pack_fp8(keys[:, :, :29]), torch.float32))
-    assert torch.equal(values[:, :, 29:], 2 * keys[:, :, 29:])
+    assert torch.equal(found[:, :, 30:], keys[:, :, 30:])
+    assert torch.equal(found[:, :, :30], unpack(pack_fp8(keys[:, :, :30]), torch.float32))
+    assert torch.equal(values[:, :, 30:], 2 * keys[:, :, 30:])
+
+
+@pytest.mark.parametrize("spec", [
+    CacheSpec(kind="fp8"),
+    CacheSpec(kind="fp8", static_scales={0: (0.01, 0.02), 1: (0.01, 0.02)}),
+    CacheSpec(kind="int4"),
+    CacheSpec(kind="int4", feedback=0.3),
+    CacheSpec(kind="tiered", on_device=16),
+])  # fmt: skip
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_a_token_is_read_from_the_cache_as_it_is_kept_also_by_its_own_chunk(spec: CacheSpec, chunk: int) -> None:
+    keys = states(40)
+    by_token = feed(new_cache(CONFIG, spec), keys, 1)
+    cache = new_cache(CONFIG, spec)
+    for start, part in zip(range(0, 40, chunk), keys.split(chunk, dim=2), strict=True):
+        found = [cache.update(part, 2 * part, layer) for layer in range(2)][1]
+        for side, whole in zip(found, by_token, strict=True):
+            assert torch.equal(side, whole[:, :, : start + chunk])
+    assert bool((found[0] != keys).any(-1).all())
+    assert cache.get_seq_length() == 40
+
+
+@pytest.mark.parametrize(("recent", "step"), [(0, None), (1, 1), (8, 1), (64, 8), (4096, 512)])
+def test_with_a_16_bit_tier_a_token_sees_all_of_it_but_for_the_rest_of_its_step(recent: int, step: int | None) -> None:
+    spec = CacheSpec(kind="int4", recent=recent)
+    assert spec.step == step
+    if step is None or recent > 64:
+        return
+    keys = states(100)
+    cache = new_cache(CONFIG, spec)
+    for start in range(0, 100, step):
+        part = keys[:, :, start : start + step]
+        found, _ = cache.update(part, part, 0)
+        kept = (found == keys[:, :, : found.shape[2]]).flatten(0, 1).all(-1).all(0)
+        first = int(kept.int().argmax())
+        assert bool(kept[first:].all())
+        for place in range(start, min(start + step, 100)):
+            assert min(recent - step + 1, place + 1) <= place + 1 - first <= recent
+
+
+@pytest.mark.slow
+def test_a_dialogue_costs_the_same_whether_it_is_read_in_chunks_or_token_by_token(tmp_path: Path) -> None:
+    folder = byte_tokenizer(tiny_q3(tmp_path / "m"))
+    # In float64 no code is on the other side of a half step for the order in which a chunk is summed.
+    source = load(folder, dtype=torch.float32).double()
+    source.set_experts_implementation("eager")
+    talk = [{"messages": [{"role": r, "content": f"{r} {i} says"} for i in range(6) for r in ("user", "assistant")]}]
+    settings: dict[str, Any] = {"dialogues": talk, "long_dialogue": 6, "tokenizer": load_tokenizer(folder)}
+    settings |= {"diagnose": 0, "draws": 20}
+
+    def measured(**more: Any) -> list[float]:
+        found = evaluate(source, [], **settings, **more)
+        return [variant.dialogue.slices[0].kl.value for variant in found.cache_variants]
+
+    for asked in ({"kv_cache": "fp8"}, {"kv_cache": "int4", "kv_feedback": 0.3}):
+        by_token, whole = measured(decode_steps=True, **asked), measured(**asked)
+        assert whole == pytest.approx(by_token, rel=1e-5) and min(whole) > 0
+        assert measured(chunk=7, **asked) == pytest.approx(by_token, rel=1e-5)
+    by_token = measured(decode_steps=True, kv_cache="int4", kv_recent=32)
+    assert measured(kv_cache="int4", kv_recent=32) == pytest.approx(by_token, rel=0.15)
+    assert by_token[0] != pytest.approx(whole[0], rel=0.2)
+
+
+def test_a_reader_with_few_tokens_at_once_gives_the_logits_that_were_asked_for() -> None:
+    sizes = []
+
+    def model(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.one_hot(ids.cumsum(1) % 97, 97).float()
+
+    class Seen(Runner):
+        def step(self, ids: torch.Tensor, cache: Any, keep: torch.Tensor | None = None) -> torch.Tensor:
+            sizes.append(ids.shape[1])
+            return super().step(ids, cache, keep)
+
+    ids = torch.arange(1, 24)[None]
+    one, few = (Reader(name="m", runner=Seen(model), new_cache=PlainCache, most=most) for most in (None, 5))
+    for keep in (None, torch.tensor([0, 4, 5, 22]), torch.zeros(0, dtype=torch.int64)):
+        assert torch.equal(one.step(ids, PlainCache(), keep), few.step(ids, PlainCache(), keep))
+    assert sizes == [23, 5, 5, 5, 5, 3] * 3
 
 
 def test_a_cache_whose_recent_part_holds_everything_equals_the_plain_one() -> None:

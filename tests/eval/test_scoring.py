@@ -92,6 +92,18 @@ def broken_at(token: int) -> Bigram:
     return Bigram(table)
 
 
+@pytest.mark.parametrize(("limit", "total"), [(8, 4), (3, 3), (None, None)])
+def test_progress_counts_up_to_the_windows_that_the_texts_give(limit: int | None, total: int | None) -> None:
+    seen = []
+    texts = [[i % 256 for i in range(length)] for length in (20, 12, 1)]
+    settings = {"window": 11, "num_windows": limit, "diagnose": 0, "draws": 20, "batch_size": 3}
+    found = evaluate(uniform(), [], texts, progress=lambda *step: seen.append(step), **settings)
+    assert {step[2] for step in seen} == {total}
+    assert [step[:2] for step in seen][-1] == ("windows", total or 4)
+    # The last text has no token to score, and is met only where windows are wanted beyond the others'.
+    assert found.settings.windows == (total or 4) and found.settings.skipped_empty == (limit != 3)
+
+
 def test_nan_makes_the_result_invalid_names_the_first_bad_position_and_passes_no_gate() -> None:
     text = [1, 2, 3, 4, 5, 6, 30, 7, 8]
     result = evaluate(random_bigram(0), [broken_at(30), random_bigram(1)], [[1, 2], text], window=4, gates="kl<100")
