@@ -176,7 +176,10 @@ def test_fewer_windows_pass_an_indexer_together_the_longer_they_are() -> None:
             source=f"{name}.weight", slice=(None, 0, 1024), group="o",
         )
     ]  # fmt: skip
-    family, settings = family_of({"model_type": "llama"}, file=Path("config.json")), Settings(seqlen=2048)
+    family, settings = (
+        family_of({"model_type": "llama"}, file=Path("config.json")),
+        Settings(num_samples=128, seqlen=2048),
+    )
     cap = 4 * 2**30
     without, with_indexer = (cut(items, settings, config, family, torch.bfloat16, cap) for config in (plain, indexed))
     assert with_indexer.chunk_windows < without.chunk_windows
