@@ -11,14 +11,15 @@ import typer
 
 from glm5_quant.cli.options import WORK_DIR
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 
 
 def calibration_folder(work_dir: str) -> Path:
-    return Path(work_dir).expanduser() / "calibration"
+    return expanded(work_dir) / "calibration"
 
 
 def export_folder(work_dir: str) -> Path:
-    return Path(work_dir).expanduser() / "export"
+    return expanded(work_dir) / "export"
 
 
 def unless_default(work_dir: str) -> str | None:
@@ -69,7 +70,7 @@ def calibration_data(dataset: str | None, model: str, work_dir: str, *, dry: boo
 
 def is_packaged(model: str) -> bool:
     folder = _tiny_folder()
-    return folder is not None and Path(model).expanduser().resolve() == folder
+    return folder is not None and expanded(model).resolve() == folder
 
 
 def _tiny_folder() -> Path | None:
@@ -83,7 +84,7 @@ def _write_corpus(work_dir: str) -> str:
     """Deterministic by seed, so writing it again changes nothing; renamed into place, so it is never half there."""
     from glm5_quant.model.tiny import corpus
 
-    path = Path(work_dir).expanduser() / "data" / "calibration.jsonl"
+    path = expanded(work_dir) / "data" / "calibration.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     corpus.export_jsonl(temporary, corpus.calibration_dialogues())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,9 +37,10 @@ def inspect(
 ) -> None:
     """Show what a journal, an export or a model folder holds."""
     from glm5_quant.model.checkpoint import open_checkpoint
+    from glm5_quant.model.files import expanded
     from glm5_quant.model.journal import open_journal
 
-    path = Path(folder).expanduser() if folder is not None else calibration_folder(work_dir)
+    path = expanded(folder) if folder is not None else calibration_folder(work_dir)
     if not (path / "manifest.json").exists() and (path / "calibration" / "manifest.json").exists():
         path = path / "calibration"
     if (path / "manifest.json").exists() or folder is None:
@@ -52,9 +52,8 @@ def inspect(
 def _show_journal(journal: Journal, layer: int | None, json: bool) -> None:
     finished = journal.finished()
     if layer is not None and layer not in finished:
-        raise UserError(
-            "no such finished layer", file=journal.folder, found=layer, expected=f"0 to {len(finished) - 1}"
-        )
+        there = f"0 to {len(finished) - 1}" if finished else "a later look: no layer is finished yet"
+        raise UserError("no such finished layer", file=journal.folder, found=layer, expected=there)
     records = [journal.record(number) for number in (finished if layer is None else [layer])]
     if json:
         print(json_text({"manifest": journal.manifest, "layers": records}))

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from glm5_quant.model.tokenizing import SAMPLES
+
 GLM_PREFIX = ("[gMASK]", "<sop>")
 
 
@@ -59,8 +61,10 @@ def find_prefix(tokenizer: Any, rule: str = "auto") -> Prefix:
 
 
 def _added_in_front(tokenizer: Any) -> tuple[int, ...]:
-    plain = encode(tokenizer, "a")
-    full = list(tokenizer.encode("a"))
+    for sample in SAMPLES:
+        plain, full = encode(tokenizer, sample), list(tokenizer.encode(sample))
+        if plain:
+            break
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return tuple(full[:start])

@@ -88,7 +88,7 @@ def text_part(session: Session, rows: list[Any], empty_rows: int = 0) -> TextPar
     """Plan the windows of a text; UserError when they cannot be made, or when there is nothing to score."""
     config = session.config
     plan = plan_windows(config.window, config.stride, session.prefix.ids, session.max_positions)
-    encoder = Encoder(session.tokenizer, session.prefix, session.words)
+    encoder = Encoder(session.tokenizer, session.prefix, session.words, session.vocab_size)
     part = TextPart(session, rows, plan, encoder, empty_rows)
     # The heads of texts nearly always tell, and a long text takes long to encode.
     heads = (replace(document, text=document.text[:HEAD]) for document in part.documents())

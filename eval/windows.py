@@ -90,14 +90,16 @@ def plan_windows(window: int, stride: int | None, prefix: tuple[int, ...], max_p
 
 
 def cut(encoded: Iterable[Encoded], plan: WindowPlan, limit: int | None = None) -> Iterator[Window]:
-    """Windows of all documents in order, at most `limit`."""
+    """Windows of all documents in order, at most `limit`; a document that is not needed is not asked for."""
+    if limit == 0:
+        return
     made = 0
     for document in encoded:
         for first, start, end in _spans(len(document.ids), plan):
-            if limit is not None and made >= limit:
-                return
             yield _window(document, plan, made, first, start, end)
             made += 1
+            if made == limit:
+                return
 
 
 def _spans(length: int, plan: WindowPlan) -> Iterator[tuple[int, int, int]]:

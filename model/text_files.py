@@ -28,6 +28,10 @@ FORMATS = {
 # Prose that explains a data set is not part of it: these count only when a user names the file itself.
 NOT_IN_FOLDERS = frozenset({".md", ".rst", ".py"})
 
+# Nor are these, which the `datasets` library and the hub write beside their data.
+_DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
+_UNREAD = frozenset({".csv", ".tsv", ".arrow", ".bz2", ".xz", ".zst", ".zip", ".tar"})
+
 Row = tuple[int, Any]
 
 
@@ -46,15 +50,23 @@ def data_files(folder: Path) -> list[Path]:
     return sorted(path for path in _files_below(folder, set()) if _is_data(path))
 
 
+def unread_files(folder: Path) -> list[Path]:
+    """Files below `folder`, in name order, that look like data of a kind that is not read: tables, other packing."""
+    return sorted(path for path in _files_below(folder, set()) if _suffix(path) in _UNREAD)
+
+
 def _is_data(path: Path) -> bool:
-    return _suffix(path) in FORMATS and _suffix(path) not in NOT_IN_FOLDERS
+    described = path.name in _DESCRIPTIONS or (
+        path.name == "state.json" and path.with_name("dataset_info.json").exists()
+    )
+    return _suffix(path) in FORMATS and _suffix(path) not in NOT_IN_FOLDERS and not described
 
 
 def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
     try:
         stat = folder.stat()
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        inner = [path for path in paths if path.is_dir()]
+        inner = {path for path in paths if path.is_dir()}
         files = [path for path in paths if path not in inner and (path.is_file() or path.is_symlink())]
     except OSError as error:
         raise UserError("this folder cannot be read", file=folder, found=error.strerror or str(error)) from error
@@ -62,7 +74,7 @@ def _files_below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
         return
     seen.add((stat.st_dev, stat.st_ino))
     # Real folders first, so that a link to one of them is what is passed over.
-    for path in sorted(inner, key=lambda path: path.is_symlink()):
+    for path in sorted(inner, key=lambda path: (path.is_symlink(), path)):
         yield from _files_below(path, seen)
     yield from files
 
@@ -141,6 +153,8 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[Row]:
                 ) from error
             except RecursionError as error:
                 raise UserError("JSON nested too deeply", file=path, item=f"line {number}") from error
+            except ValueError as error:
+                raise UserError("a number too long to read", file=path, item=f"line {number}") from error
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -158,6 +172,8 @@ def _json_rows(path: Path) -> Iterator[Row]:
         # Many data sets call JSON lines ".json".
         yield from _parse_lines(text.split("\n"), path)
         return
+    except ValueError as error:
+        raise UserError("a number too long to read", file=path) from error
     yield from enumerate(_list_in(value), start=1)
 
 
@@ -181,7 +197,9 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pq.ParquetFile(source) as table:
-            for batch in table.iter_batches(batch_size=256):
+            # Dates are no text, and some of them (a time zone unknown here, the year 10000) cannot be had in Python.
+            columns = [column.name for column in table.schema_arrow if not pa.types.is_temporal(column.type)]
+            for batch in table.iter_batches(batch_size=256, columns=columns or None):
                 for value in batch.to_pylist():
                     number += 1
                     yield number, value

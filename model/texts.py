@@ -6,6 +6,7 @@ Its file and line stay with it, so that every later complaint can name them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from typing import Any
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.files import expanded
 from glm5_quant.model.hub_texts import hub_rows, looks_like_hub_id
-from glm5_quant.model.text_files import check_characters, data_files, format_of, rows_of
+from glm5_quant.model.text_files import FORMATS, check_characters, data_files, format_of, rows_of, unread_files
 from glm5_quant.model.tokenizing import load_tokenizer as load_tokenizer
 
 COLUMNS = ("text", "messages", "conversations", "turns")
-"""Columns looked for where the caller names none; the first one present in a row is taken."""
+"""Columns looked for where the caller names none; the first one of a row that is not empty is taken."""
 
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from", "speaker"), ("content", "text", "value")
+_CALL_KEYS = ("tool_calls", "function_call")
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _SPLITS = ("train", "validation", "valid", "dev", "test")
 _SHOWN_FILES = 5
@@ -73,8 +75,9 @@ def read_texts(
     is asked for as a hub data set (`owner/name` or `owner/name:config`) in that split.
 
     Rows hold `text`, or a dialogue in `messages`, `conversations` or `turns` ({role|from|speaker, content|text|value});
-    turns with a `speaker` but no role become a transcript, since a chat template knows no speakers. `column` names
-    another column. Empty rows are counted and passed over. `limit` stops after that many usable rows.
+    a dialogue may also be JSON inside a string. Turns with a `speaker` but no role become a transcript, since a chat
+    template knows no speakers. `column` names another column. Empty rows are counted and passed over. `limit` stops
+    after that many usable rows.
 
     Raises UserError naming the file, the columns found and those expected.
     """
@@ -124,12 +127,16 @@ def _warnings(name: str, rows: list[Text], rows_in: int, rows_empty: int, limit:
 def _raw_rows(name: str, split: str) -> tuple[Iterator[tuple[str, int, Any]], tuple[str, ...]]:
     """(file, line, value) of every row of a source, and what to say about files that are left out."""
     path = expanded(name)
-    if name and path.is_dir():
+    try:
+        is_folder, is_file = bool(name) and path.is_dir(), bool(name) and path.exists()
+    except OSError as error:  # no rights to look, or a name longer than the disk takes
+        raise UserError("cannot be read", file=f"{name[:200]}", found=error.strerror or str(error)) from error
+    if is_folder:
         files, left_out = _folder_files(path, split)
         return _rows_of_files(files), left_out
-    if name and path.exists():
+    if is_file:
         return _rows_of_files([path]), ()
-    if looks_like_hub_id(name) and format_of(path) in (None, "text"):
+    if looks_like_hub_id(name) and path.suffix.lower() not in (*FORMATS, ".gz"):
         return ((name, line, value) for line, value in hub_rows(name, split)), ()
     raise UserError("no such file or folder", file=name or "''", expected="a file, a folder or a hub data set id")
 
@@ -150,14 +157,23 @@ def _folder_files(folder: Path, split: str) -> tuple[list[Path], tuple[str, ...]
             found=", ".join(here) or "nothing",
             expected=".txt, .jsonl, .json or .parquet, each also as .gz",
         )
+    unread = unread_files(folder)
+    warnings = [f"{folder}: {len(unread)} files of kinds that are not read: {_shown(unread, folder)}"] if unread else []
     words = _SPLIT_NAMES.get(split, (split,))
-    named = [file for file in files if _split_word(file.relative_to(folder)) in words]
+    found = [_split_word(file.relative_to(folder)) for file in files]
+    named = [file for file, word in zip(files, found, strict=True) if word in words]
+    if not named and None not in found:
+        others = ", ".join(sorted({word for word in found if word is not None}))
+        warnings.append(f"{folder}: no file is named {split}: all of them were read, which are named {others}")
     if not named or len(named) == len(files):
-        return files, ()
-    shown = [file.relative_to(folder).as_posix() for file in named[:_SHOWN_FILES]]
-    shown += [f"and {len(named) - _SHOWN_FILES} more"] * (len(named) > _SHOWN_FILES)
-    said = f"{len(named)} of {len(files)} files read: those named {split}: {', '.join(shown)}"
-    return named, (f"{folder}: {said}",)
+        return files, tuple(warnings)
+    said = f"{len(named)} of {len(files)} files read: those named {split}: {_shown(named, folder)}"
+    return named, (*warnings, f"{folder}: {said}")
+
+
+def _shown(files: list[Path], folder: Path) -> str:
+    names = [file.relative_to(folder).as_posix() for file in files[:_SHOWN_FILES]]
+    return ", ".join(names + [f"and {len(files) - _SHOWN_FILES} more"] * (len(files) > _SHOWN_FILES))
 
 
 def _split_word(path: Path) -> str | None:
@@ -188,9 +204,11 @@ def _document(value: Any, column: str | None, file: str, line: int) -> Text | No
 
 def _cell(row: Mapping[str, Any], column: str | None, file: str, line: int) -> Any:
     wanted = COLUMNS if column is None else (column,)
-    for name in wanted:
-        if name in row:
-            return row[name]
+    present = [name for name in wanted if name in row]
+    if present:
+        # Tables of texts and dialogues together have both columns in every row, one of them empty.
+        name = next((name for name in present if row[name]), present[0])
+        return row[name] if name == "text" else _parsed(row[name])
     alike = next((name for name in row if name.lower() in wanted), None)
     raise UserError(
         "no such column" if column else "no column with text",
@@ -200,6 +218,16 @@ def _cell(row: Mapping[str, Any], column: str | None, file: str, line: int) -> A
         expected=" or ".join(wanted),
         hint=f'Rename the column "{alike}" to "{alike.lower()}"' if alike else None,
     )
+
+
+def _parsed(value: Any) -> Any:
+    """A dialogue that a table keeps as JSON inside a string; anything else as it is."""
+    if not isinstance(value, str) or not re.match(r"\s*\[\s*\{", value):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _dialogue(turns: list[Any], file: str, line: int) -> Text | None:
@@ -214,7 +242,8 @@ def _dialogue(turns: list[Any], file: str, line: int) -> Text | None:
 def _message(turn: Any, file: str, line: int) -> dict[str, Any]:
     role_key = next((key for key in _ROLE_KEYS if isinstance(turn, Mapping) and key in turn), None)
     content_key = next((key for key in _CONTENT_KEYS if isinstance(turn, Mapping) and key in turn), None)
-    if role_key is None or content_key is None:
+    calls = isinstance(turn, Mapping) and any(turn.get(key) for key in _CALL_KEYS)
+    if role_key is None or (content_key is None and not calls):
         raise UserError(
             "not a message",
             file=file,
@@ -223,10 +252,19 @@ def _message(turn: Any, file: str, line: int) -> dict[str, Any]:
             expected="role and content (or role|speaker and text)",
         )
     rest = {key: value for key, value in turn.items() if key not in (role_key, content_key) and value is not None}
+    if format_of(Path(file)) not in ("json", "jsonl"):
+        rest = _without_nulls(rest)
     role = str(turn[role_key])
-    content = _content(turn[content_key], file, line)
+    content = _content(turn[content_key] if content_key is not None else None, file, line)
     check_characters(f"{role} {content}", file, f"row {line}")
     return {"role": _ROLES.get(role, role), "content": content, **rest}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Without the null keys that a table adds so that all calls have the arguments of all tools."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _content(value: Any, file: str, line: int) -> str:

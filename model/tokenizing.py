@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "spiece.model")
 
+SAMPLES = ("a", "A", "0")
+"""Texts tried to see what a tokenizer puts around one: a small vocabulary, of DNA say, gives no token for some."""
+
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder; Python files in the folder are never run.
@@ -64,8 +67,11 @@ def _quiet(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 def affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids that the tokenizer itself puts before and after a plain text: BOS, `[gMASK]<sop>`, EOS, or nothing."""
-    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    full = tokenizer("a", verbose=False)["input_ids"]
+    for sample in SAMPLES:
+        bare = tokenizer(sample, add_special_tokens=False, verbose=False)["input_ids"]
+        full = tokenizer(sample, verbose=False)["input_ids"]
+        if bare:
+            break
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return list(full[:start]), list(full[start + len(bare) :])

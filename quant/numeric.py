@@ -135,7 +135,9 @@ def _is_script_digit(char: str) -> bool:
 def _is_circled(char: str) -> bool:
     mark = unicodedata.decomposition(char)
     enclosed = mark.startswith("<circle>") or (mark.startswith("<compat>") and not _is_fraction(char))
-    return unicodedata.category(char) == "No" and (enclosed or "\u2776" <= char <= "\u2793")
+    # White on black and in two circles: signs that Unicode does not decompose.
+    plain = "\u24eb" <= char <= "\u24ff" or "\u2776" <= char <= "\u2793" or char in "\U0001f10b\U0001f10c"
+    return unicodedata.category(char) == "No" and (enclosed or plain)
 
 
 def _is_fraction(char: str) -> bool:

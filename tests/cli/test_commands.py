@@ -76,6 +76,20 @@ def test_other_settings_in_the_same_work_folder_are_refused_by_name(model: Path,
     assert refused.stdout == ""
 
 
+@pytest.mark.parametrize("command", [["inspect"], ["export"], ["eval"], ["plan"], ["verify"]])
+def test_a_work_folder_in_nobodys_home_is_one_message(command: list[str]) -> None:
+    done = _run(*command, "--work-dir", "~nosuchuser/work")
+    assert done.exit_code == 1
+    assert "~nosuchuser is nobody's home folder here" in done.stderr
+
+
+def test_inspect_of_a_layer_before_any_is_finished_names_no_range(work: Path, tmp_path: Path) -> None:
+    (tmp_path / "calibration").mkdir()
+    shutil.copy(work / "calibration" / "manifest.json", tmp_path / "calibration")
+    done = _run("inspect", "--layer", "0", "--work-dir", str(tmp_path))
+    assert "found 0; expected a later look: no layer is finished yet" in done.stderr
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_plan_and_dry_run_say_what_it_would_cost_and_write_nothing(
     model: Path, text: Path, tmp_path: Path, dry_run: bool

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_stubs import CharTokenizer
 
-from glm5_quant.eval.documents import Encoder, as_documents, language_of
+from glm5_quant.eval.documents import Document, Encoder, as_documents, language_of
 from glm5_quant.eval.prefix import Prefix, find_prefix
 from glm5_quant.eval.windows import batches, cut, plan_windows
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.texts import Text
 
 
 def encoded(lengths: list[int], prefix: Prefix) -> list[object]:
@@ -109,12 +110,21 @@ def test_the_window_limit_counts_windows_over_all_documents() -> None:
     assert len(list(cut(documents, plan_windows(8, None, (), None), limit=4))) == 4
 
 
+def test_a_document_past_the_limit_is_neither_encoded_nor_counted() -> None:
+    encoder = Encoder(None, Prefix())
+    windows = list(cut(encoder(as_documents([[1, 2, 3]] * 5)), plan_windows(8, None, (), None), limit=2))
+    assert (len(windows), encoder.seen) == (2, 2)
+
+
 def test_languages_are_told_by_script() -> None:
     assert language_of("The balance is 12.5%") == "en"
     assert language_of("余额是 12.5%，type A") == "zh"
     assert language_of("残高はいくらですか") == "ja"
     assert language_of("잔액은 얼마입니까") == "ko"
     assert language_of("12.5%") == ""
+    assert language_of("Это кабель USB для компьютера") == ""
+    assert language_of("नमस्ते GPS") == ""
+    assert language_of("Ärger über Öl") == "en"
 
 
 def test_chat_rows_are_rendered_by_the_template_where_there_is_one() -> None:
@@ -133,3 +143,40 @@ def test_chat_rows_are_rendered_by_the_template_where_there_is_one() -> None:
     plain = next(as_documents([Row()]))
     assert (plain.text, plain.file, plain.language) == ("hi\nho", "b.jsonl", "en")
     assert np.asarray(plain.text).size == 1
+
+
+class Marked(CharTokenizer):
+    """A template whose marks are longer than the words of a short turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chat_template = "yes"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+        return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n{m.get('tool', '')}" for m in messages)
+
+
+def test_the_marks_of_a_chat_template_do_not_decide_the_language() -> None:
+    row = Text(file="a.jsonl", line=1, messages=({"role": "user", "content": "好的"},))
+    assert next(as_documents([row], Marked())).language == "zh"
+
+
+def test_half_a_character_is_named_before_it_reaches_the_tokenizer() -> None:
+    row = Text(file="a.jsonl", line=7, messages=({"role": "user", "content": "x", "tool": "\ud83d"},))
+    with pytest.raises(UserError, match=r"a\.jsonl: row 7: half a character"):
+        next(as_documents([row], Marked()))
+    with pytest.raises(UserError, match="texts: text 2: half a character"):
+        list(as_documents(["a", "b \ud83d"]))
+
+
+def test_files_of_the_same_name_in_two_folders_stay_apart() -> None:
+    files = ("data/en/test.jsonl", "data/zh/test.jsonl", "data/zh/more.jsonl")
+    rows = [Text(file=file, line=1, text="a") for file in files]
+    assert [document.file for document in as_documents(rows)] == ["en/test.jsonl", "zh/test.jsonl", "more.jsonl"]
+
+
+def test_a_token_id_outside_the_embedding_is_named_with_its_file() -> None:
+    encoder = Encoder(None, Prefix(), vocab_size=10)
+    documents = [Document(text=[1, 9, 2], file="a"), Document(text=[1, 10, 2], file="b")]
+    with pytest.raises(UserError, match=r"b: text 2: a token id is outside .*; found id 10; expected 0 to 9"):
+        list(encoder(documents))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from support_paths import shared
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.text_files import data_files
 from glm5_quant.model.texts import Texts, read_texts
 
 
@@ -111,6 +113,48 @@ def test_messages_turns_and_conversations_become_the_same_dialogue(tmp_path: Pat
     assert dialogues == [[("user", "问"), ("assistant", "答")]] * 4
 
 
+def test_a_row_with_an_empty_text_and_a_dialogue_gives_the_dialogue(tmp_path: Path) -> None:
+    """A table of texts and dialogues together has both columns in every row."""
+    chat = [{"role": "user", "content": "hi"}]
+    rows = [{"text": "a", "messages": None}, {"text": None, "messages": chat}, {"text": "", "messages": chat}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for path in (tmp_path / "a.parquet", _lines(tmp_path / "a.jsonl", *rows)):
+        texts = read_texts(path)
+        assert [(row.text, row.messages) for row in texts.rows] == [("a", None), *[(None, tuple(chat))] * 2]
+        assert (texts.rows_empty, texts.warnings) == (0, ())
+
+
+def test_a_tool_call_needs_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}
+    (row,) = read_texts(_lines(tmp_path / "a.jsonl", {"messages": [call]})).rows
+    assert row.messages == ({**call, "content": ""},)  # the model itself said null: it stays
+
+
+def test_arguments_of_other_tools_that_a_table_adds_as_nulls_are_dropped(tmp_path: Path) -> None:
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": [2]}}]
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]}
+    pq.write_table(pa.Table.from_pylist([{"messages": [message]}]), tmp_path / "a.parquet")
+    (row,) = read_texts(tmp_path / "a.parquet").rows
+    assert row.messages == ({**message, "content": ""},)
+
+
+def test_a_dialogue_as_json_inside_a_string_is_a_dialogue(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    path = _lines(tmp_path / "a.jsonl", {"messages": json.dumps(chat)}, {"text": "[{1}]"}, {"turns": "[{no JSON"})
+    assert [row.messages or row.text for row in read_texts(path).rows] == [tuple(chat), "[{1}]", "[{no JSON"]
+
+
+def test_dates_beside_the_text_do_not_matter(tmp_path: Path) -> None:
+    """A time zone that this machine does not know, and the year 148107."""
+    columns = {
+        "text": ["a", "b"],
+        "zone": pa.array([1, 2], pa.timestamp("us", tz="Europe/Nowhere")),
+        "far": pa.array([2**62, 2], pa.timestamp("us")),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert _words(read_texts(tmp_path / "a.parquet")) == ["a", "b"]
+
+
 def test_turns_of_named_speakers_become_a_transcript(tmp_path: Path) -> None:
     path = _lines(
         tmp_path / "a.jsonl", {"turns": [{"speaker": "MATT", "text": "Hello."}, {"speaker": "SAM", "text": "Hi."}]}
@@ -147,6 +191,42 @@ def test_files_that_are_left_out_for_the_split_are_warned_about(tmp_path: Path) 
     for number in range(7):
         (tmp_path / f"train-{number}.txt").write_text("x")
     assert read_texts(tmp_path).warnings[0].endswith("train-3.txt, train-4.txt, and 3 more")
+
+
+def test_a_folder_of_other_splits_is_read_with_a_warning(tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        _lines(tmp_path / f"{name}.jsonl", {"text": name})
+    texts = read_texts(tmp_path, split="test")
+    assert _words(texts) == ["train", "validation"]
+    said = "no file is named test: all of them were read, which are named train, validation"
+    assert texts.warnings == (f"{tmp_path}: {said}",)
+
+
+def test_files_of_kinds_that_are_not_read_are_warned_about(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl.zst", "c.csv", "d.csv.gz", "LICENSE", "README.md"):
+        (tmp_path / name).write_text("x")
+    texts = read_texts(tmp_path)
+    assert _words(texts) == ["x"]
+    assert texts.warnings == (f"{tmp_path}: 3 files of kinds that are not read: b.jsonl.zst, c.csv, d.csv.gz",)
+
+
+def test_descriptions_of_a_data_set_are_no_data(tmp_path: Path) -> None:
+    for name in ("dataset_infos.json", "dataset_info.json", "state.json"):
+        (tmp_path / name).write_text('{"citation": "", "features": {}}')
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"no data file in this folder; found data-00000-of-00001\.arrow"):
+        read_texts(tmp_path)
+    _lines(tmp_path / "a.jsonl", {"text": "a"})
+    assert _words(read_texts(tmp_path)) == ["a"]
+
+
+def test_a_folder_of_thousands_of_folders_is_listed_in_seconds(tmp_path: Path) -> None:
+    for number in range(3000):
+        (tmp_path / f"{number:04d}").mkdir()
+        (tmp_path / f"{number:04d}.txt").touch()
+    start = time.process_time()
+    assert len(data_files(tmp_path)) == 3000
+    assert time.process_time() - start < 2  # 4 s where each name is looked up in a list
 
 
 @pytest.mark.parametrize(
@@ -256,6 +336,8 @@ BAD_FILES = {
     ),
     "deeply nested lines": ("a.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, "line 2: JSON nested too deeply"),
     "deeply nested JSON": ("a.json", b"[" * 200_000, "JSON nested too deeply"),
+    "a number of 5,000 digits": ("a.jsonl", b'{"text": "a", "id": ' + b"1" * 5000 + b"}", "line 1: a number too long"),
+    "the same in a list": ("a.json", b'[{"text": "a", "id": ' + b"1" * 5000 + b"}]", "a number too long to read"),
     "half a character": ("a.jsonl", b'{"text": "a \\ud83d b"}\n', r"row 1: half a character"),
     "half a character in a message": (
         "a.jsonl",
@@ -277,10 +359,19 @@ def test_unreadable_data_give_one_message_that_names_the_file(tmp_path: Path, ca
     assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["", "missing.jsonl", "./missing", "/no/such/folder", "data/c4.jsonl.gz"])
+@pytest.mark.parametrize(
+    "source",
+    ["", "missing.jsonl", "./missing", "/no/such/folder", "data/c4.jsonl.gz", "missing.txt", "wiki.test.raw"],
+)
 def test_a_missing_path_is_said_to_be_missing(source: str) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         read_texts(source)
+
+
+def test_a_text_in_the_place_of_a_path_is_one_short_message() -> None:
+    with pytest.raises(UserError, match="cannot be read; found File name too long") as caught:
+        read_texts("a long text " * 1000)
+    assert len(str(caught.value)) < 300
 
 
 def test_a_folder_without_data_files_says_what_it_found(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from glm5_quant.eval.prefix import find_prefix
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.texts import Text, load_tokenizer
 from glm5_quant.model.tokenizing import affixes, encode
@@ -46,6 +47,16 @@ def test_affixes_are_what_the_tokenizer_itself_adds(
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, rule=rule))
     assert affixes(tokenizer) == (before, after)
     assert encode(tokenizer, PLAIN) == [*before, 4, 5, *after] == tokenizer("a b")["input_ids"]
+
+
+def test_affixes_of_a_vocabulary_that_drops_small_letters(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, "A": 1, "C": 2, "G": 3, "T": 4}, merges=[]))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert affixes(loaded) == ([0], [])
+    assert find_prefix(loaded).ids == (0,)
+    assert encode(loaded, Text(file="dna.txt", line=1, text="ACGT")) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("template", [CHAT, "<s>" + CHAT], ids=["template without BOS", "template with BOS"])
