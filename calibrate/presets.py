@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from glm5_quant.calibrate.settings import Settings, quant_config
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
 SETTINGS_FIELDS = ("coverage_target", "held_out", "choose_samples", "candidates", "keep", "int8")
@@ -59,7 +60,7 @@ def read_preset(preset: str) -> Preset:
     """The preset of this name, or of this TOML file."""
     if preset in PRESETS:
         return Preset(quant=PRESETS[preset])
-    path = Path(preset).expanduser()
+    path = expanded(preset)
     if not path.is_file():
         expected = f"{', '.join(PRESETS)} or the path of a .toml file"
         raise UserError("unknown preset", item="--preset", found=preset, expected=expected)

@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.files import expanded
+from glm5_quant.model.placing import check_device
 from glm5_quant.quant.config import PRESETS, QuantConfig
 
 Resume = Literal["auto", "required", "never"]
-DEVICES = ("cpu", "cuda")
 PARTS = ("attention", "shared_experts", "dense_mlp")
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
@@ -50,7 +48,7 @@ class Settings:
             value = getattr(self, name)
             if value < low:
                 raise UserError("setting out of range", item=name, found=value, expected=f"{low} or more")
-        _check_device(self.device)
+        check_device(self.device)
         for name, known in (("keep", PARTS), ("int8", (*PARTS, "lm_head", "embed_tokens"))):
             unknown = [part for part in getattr(self, name) if part not in known]
             if unknown:
@@ -74,18 +72,6 @@ class Settings:
         """The part that decides the output's bytes, as plain JSON values: the manifest's `settings`."""
         out = {k: v for k, v in asdict(self).items() if k not in {"quant", "device", "max_memory_bytes"}}
         return _plain(out) | {"quant": _plain(asdict(self.quant))}
-
-
-def _check_device(name: str) -> None:
-    """Raise UserError where PyTorch knows no such device, or does not find it here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in DEVICES:
-        raise UserError("unknown device", item="device", found=name, expected="cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        raise UserError("PyTorch finds no such device here", item="device", found=name, expected="cpu")
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

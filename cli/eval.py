@@ -19,6 +19,7 @@ from glm5_quant.cli.failures import FAILED, GATE_FAILED, guarded
 from glm5_quant.cli.progress import StageProgress
 from glm5_quant.cli.terminal import say, say_next, table, warn
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 
 if TYPE_CHECKING:
     from glm5_quant.eval import EvalResult
@@ -200,7 +201,7 @@ def evaluate(
 
 
 def _trace_file(work_dir: str) -> Path:
-    return Path(work_dir).expanduser() / "routing_trace.json"
+    return expanded(work_dir) / "routing_trace.json"
 
 
 def _check_targets(reports: Sequence[str], trace: Path | None, inputs: Iterable[str | None]) -> None:
@@ -208,14 +209,14 @@ def _check_targets(reports: Sequence[str], trace: Path | None, inputs: Iterable[
     from glm5_quant.model.atomic import check_writable
 
     for name in reports:
-        path = Path(name).expanduser()
+        path = expanded(name)
         if path.suffix not in FORMS:
             raise typer.BadParameter(f"{name} ends in none of {', '.join(FORMS)}", param_hint="--report")
         if not path.parent.is_dir():
             raise typer.BadParameter(f"{name}: no such folder", param_hint="--report")
         if path.is_dir():
             raise typer.BadParameter(f"{name}: is a folder, not a file to write", param_hint="--report")
-        if any(path.resolve() == Path(read).expanduser().resolve() for read in inputs if read):
+        if any(path.resolve() == expanded(read).resolve() for read in inputs if read):
             raise typer.BadParameter(f"{name}: is read by this command, and would be lost", param_hint="--report")
         check_writable(path.parent)
     if trace is not None:
@@ -293,7 +294,7 @@ def show_result(result: EvalResult, reports: list[str], json: bool) -> None:
     # First what is sure to arrive: a disk that is full by now must not cost the result.
     print(room.to_json(result) if json else room.to_table(result), end="", flush=True)
     for name in reports:
-        path = Path(name).expanduser()
+        path = expanded(name)
         write_bytes(path, getattr(room, FORMS[path.suffix])(result).encode())
         say(f"Report: {name}")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import expanded
 
 Scales = dict[int, tuple[float, float]]
 FORM = '{"0": [key scale, value scale], "1": ...}, one line for each decoder layer'
@@ -16,7 +17,7 @@ FORM = '{"0": [key scale, value scale], "1": ...}, one line for each decoder lay
 
 def read_kv_scales(file: str | Path) -> Scales:
     """Scales (key, value) by layer from a JSON file of FORM; UserError names what does not fit."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -61,18 +61,6 @@ def _whole(config: Any, name: str) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
-def check_device(name: str) -> None:
-    """UserError where PyTorch knows no such device, or does not find it here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError("unknown device", item="device", found=name, expected="cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        raise UserError("PyTorch finds no such device here", item="device", found=name, expected="cpu")
-
-
 def open_runner(model: Any, config: EvalConfig, name: str = "") -> Runner:
     """A runner for a model object or a model folder."""
     if not is_folder(model):

@@ -13,7 +13,6 @@ from typing import Any
 from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.critical import read_critical_words
 from glm5_quant.eval.loading import (
-    check_device,
     dtype_of,
     is_folder,
     local,
@@ -38,6 +37,7 @@ from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.files import expanded
 from glm5_quant.model.journal import config_digest, shard_digest
+from glm5_quant.model.placing import check_device
 
 Progress = Callable[[str, int, int | None], None]
 """Called as (stage, done, total or None) while work goes on."""

@@ -21,6 +21,7 @@ from glm5_quant.model.errors import UserError
 
 DeviceMap = Mapping[str, str | int | torch.device]
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+DEVICES = ("cpu", "cuda")
 _USABLE = 0.85  # of free memory; the rest is for activations and the cache
 
 
@@ -68,6 +69,18 @@ class Placement:
             if found is not None:
                 return found
         raise UserError("the device map has no place for a part of the model", item=path, hint='give one for ""')
+
+
+def check_device(name: str) -> None:
+    """Raise UserError where PyTorch knows no such device, or does not find it here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in DEVICES:
+        raise UserError("unknown device", item="device", found=name, expected="cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        raise UserError("PyTorch finds no such device here", item="device", found=name, expected="cpu")
 
 
 def check_map(device_map: DeviceMap, model: Any) -> None:

@@ -18,7 +18,7 @@ from support_models import tiny
 
 from glm5_quant.calibrate import run, settings
 from glm5_quant.calibrate.run import StoppedSafely
-from glm5_quant.model import causal
+from glm5_quant.model import causal, placing
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.journal import open_journal
 
@@ -38,7 +38,7 @@ def calibrate_there(folder: Path) -> None:
 
     run.run_dtype = lambda *_: torch.float32
     with pretend_gpu() as device:
-        settings.DEVICES = (*settings.DEVICES, device)
+        placing.DEVICES = (*placing.DEVICES, device)
         for name, options in RUNS.items():
             work, again = folder / f"{name}-there", {"dataset": folder / "sample.txt", "device": device}
             # One of them is stopped after a layer, and gone on with.
