@@ -57,13 +57,14 @@ def polish(
     hessian_EKK, weight_EKN = hessian_KK.reshape(-1, k, k), columns(weight_NK)
     zero_EBN, scale_EBN = columns(grid.zero), columns(grid.scale)
     live_EBN = columns(to_blocks(weight_NK, grid.group_size).abs().amax(-1) > 0)
-    low_EKN, high_EKN = spread(-zero_EBN * live_EBN), spread((MAX_CODE - zero_EBN) * live_EBN)
+    bounds = (-zero_EBN * live_EBN, (MAX_CODE - zero_EBN) * live_EBN)
     steps_EKN = columns(codes_NK).sub_(spread(zero_EBN))
     pulled_EKN = torch.bmm(hessian_EKK, weight_EKN) if refit else None
     for _ in range(sweeps):
         if pulled_EKN is not None:
             _refit_scales(pulled_EKN, hessian_EKK, steps_EKN, scale_EBN, grid.group_size, scale_dtype)
-        _sweep(weight_EKN, hessian_EKK, steps_EKN, spread(scale_EBN), low_EKN, high_EKN)
+        wrong_EKN = torch.addcmul(weight_EKN, steps_EKN, spread(scale_EBN), value=-1)
+        _sweep(wrong_EKN, hessian_EKK, steps_EKN, scale_EBN, bounds, grid.group_size)
     codes_EKN = steps_EKN.add_(spread(zero_EBN)).to(torch.uint8)
     scale_NB = scale_EBN.transpose(1, 2).reshape(grid.scale.shape)
     return (
@@ -73,29 +74,37 @@ def polish(
 
 
 def _sweep(
-    weight_EKN: Tensor, hessian_EKK: Tensor, steps_EKN: Tensor, scale_EKN: Tensor, low_EKN: Tensor, high_EKN: Tensor
+    wrong_EKN: Tensor,
+    hessian_EKK: Tensor,
+    steps_EKN: Tensor,
+    scale_EBN: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    group_size: int,
 ) -> None:
     """Move each code, one column after the other, to its best value with all others fixed; `steps_EKN` in place.
 
     Column j's best step is the nearest to its present one plus (H E)_j / (H_jj s); errors are carried on lazily.
+    wrong_EKN is E, and lost; `bounds` are the least and the most steps, [E, B, N] each.
     """
-    k = weight_EKN.shape[1]
-    wrong_EKN = torch.addcmul(weight_EKN, steps_EKN, scale_EKN, value=-1)
-    diagonal_EK1 = hessian_EKK.diagonal(dim1=-2, dim2=-1)[..., None]
-    pull_EKN = torch.bmm(hessian_EKK, wrong_EKN)
-    inverse_EK1 = diagonal_EK1.reciprocal().clamp(max=1e30)
-    moved_EKN = wrong_EKN
+    k = wrong_EKN.shape[1]
+    pull_EKN, moved_EKN = torch.bmm(hessian_EKK, wrong_EKN), wrong_EKN
+    blocks = list(zip(*(x.unbind(1) for x in (scale_EBN, scale_EBN.reciprocal(), *bounds)), strict=True))
+    inverse = hessian_EKK.diagonal(dim1=-2, dim2=-1)[..., None].reciprocal().clamp_(max=1e30).unbind(1)
+    best_EN = torch.empty_like(wrong_EKN[:, 0])
     for start in range(0, k, BATCH_COLUMNS):
         stop = min(start + BATCH_COLUMNS, k)
         with one_thread():
             for sub in range(start, stop, SUB_COLUMNS):
                 end = min(sub + SUB_COLUMNS, stop)
-                for j in range(sub, end):
-                    steps_EN, scale_EN = steps_EKN[:, j], scale_EKN[:, j]
-                    wanted_EN = torch.addcdiv(steps_EN, pull_EKN[:, j] * inverse_EK1[:, j], scale_EN).round_()
-                    wanted_EN = torch.clamp(wanted_EN, low_EKN[:, j], high_EKN[:, j])
-                    moved_EN = torch.mul(wanted_EN - steps_EN, scale_EN, out=moved_EKN[:, j])
-                    steps_EN.copy_(wanted_EN)
+                # Views are made for all columns at once: for few rows, making them takes longer than the sums.
+                columns = zip(*(x[:, sub:end].unbind(1) for x in (steps_EKN, pull_EKN, moved_EKN)), strict=True)
+                for j, (steps_EN, pull_EN, moved_EN) in enumerate(columns, sub):
+                    scale_EN, inverse_EN, low_EN, high_EN = blocks[j // group_size]
+                    torch.mul(inverse_EN, inverse[j], out=moved_EN)
+                    torch.addcmul(steps_EN, pull_EN, moved_EN, out=best_EN).round_()
+                    torch.clamp(best_EN, low_EN, high_EN, out=best_EN)
+                    torch.sub(best_EN, steps_EN, out=moved_EN).mul_(scale_EN)
+                    steps_EN.copy_(best_EN)
                     if j + 1 < end:
                         pull_EKN[:, j + 1 : end].addcmul_(
                             hessian_EKK[:, j, j + 1 : end, None], moved_EN[:, None], value=-1

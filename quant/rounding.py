@@ -151,12 +151,12 @@ def _feed_back(weight_EKN: Tensor, unit_EKK: Tensor, scale_EKN: Tensor, low_EKN:
         with one_thread():
             for sub in range(start, stop, SUB_COLUMNS):
                 end = min(sub + SUB_COLUMNS, stop)
-                for j in range(sub, end):
-                    scale_EN = scale_EKN[:, j]
-                    steps_EN = torch.clamp((adjusted_EKN[:, j] / scale_EN).round_(), low_EKN[:, j], high_EKN[:, j])
-                    steps_EKN[:, j] = steps_EN
-                    error_EN = torch.addcmul(weight_EKN[:, j], steps_EN, scale_EN, value=-1.0)
-                    error_EKN[:, j] = error_EN
+                kept = (weight_EKN, adjusted_EKN, scale_EKN, low_EKN, high_EKN, steps_EKN, error_EKN)
+                # Views are made for all columns at once: for few rows, making them takes longer than the sums.
+                columns = zip(*(x[:, sub:end].unbind(1) for x in kept), strict=True)
+                for j, (weight_EN, aim_EN, scale_EN, low_EN, high_EN, steps_EN, error_EN) in enumerate(columns, sub):
+                    torch.clamp(torch.div(aim_EN, scale_EN, out=steps_EN).round_(), low_EN, high_EN, out=steps_EN)
+                    torch.addcmul(weight_EN, steps_EN, scale_EN, value=-1.0, out=error_EN)
                     if j + 1 < end:
                         adjusted_EKN[:, j + 1 : end].addcmul_(unit_EKK[:, j, j + 1 : end, None], error_EN[:, None])
                 carry(adjusted_EKN, unit_EKK, error_EKN, (sub, end, stop), 1.0)
