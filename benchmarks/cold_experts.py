@@ -5,7 +5,8 @@
 `tokens.safetensors` is what benchmarks/peers/tokens.py wrote. The source model reads its calibration windows once;
 inputs and router weights of every expert of a few layers are kept. Each expert is then solved, as preset `default`
 does it, from its first `--counts` tokens, and judged on its last `--held`: gate and up on the source's inputs,
-down on what the solved gate and up make of them. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by
+down on what the solved gate and up make of them. What it leans on (`pool_kappa`) are all tokens of the layer before
+those it is judged on; "alone" is the same without. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by
 their router weight squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed:
 neither the target correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where
 tokens are fewer than inputs.
@@ -23,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from glm5_quant.calibrate.ffn import few, spread
 from glm5_quant.eval.model_parts import decoder_layers, experts_of
 from glm5_quant.model import load
 from glm5_quant.quant.config import PRESETS, QuantConfig
@@ -35,15 +37,21 @@ from glm5_quant.quant.statistics import Moments
 PLAIN = "round-to-nearest"
 METHODS: dict[str, QuantConfig | None] = {
     PLAIN: None,
-    "gptq": replace(PRESETS["default"], shrink=False, descent_sweeps=0),
+    "gptq": replace(PRESETS["default"], shrink=False, descent_sweeps=0, pool_kappa=0.0),
+    "alone": replace(PRESETS["default"], pool_kappa=0.0),
     "default": PRESETS["default"],
 }
 
 
 @dataclass
 class Expert:
-    """Inputs [T, D] and router weights [T] of the tokens that reach an expert, and its matrices [N, K]."""
+    """Inputs [T, D] and router weights [T] of the tokens that reach an expert, and its matrices [N, K].
 
+    `layer_TD` holds all tokens of its layer, of which `row_T` are its own.
+    """
+
+    layer_TD: Tensor
+    row_T: Tensor
     x_TD: Tensor
     weight_T: Tensor
     gate_up_NK: Tensor
@@ -84,16 +92,30 @@ def collect(model: torch.nn.Module, windows_WT: Tensor, wanted: list[int]) -> di
         for expert in range(len(module.down_proj)):
             rows, slot = (index == expert).nonzero(as_tuple=True)
             found[layer, expert] = Expert(
-                x[rows], weights[rows, slot], module.gate_up_proj[expert], module.down_proj[expert], module.act_fn
+                x,
+                rows,
+                x[rows],
+                weights[rows, slot],
+                module.gate_up_proj[expert],
+                module.down_proj[expert],
+                module.act_fn,
             )
     return found
 
 
-def moments(x_TK: Tensor, weight_T: Tensor) -> Moments:
+def moments(x_TK: Tensor, weight_T: Tensor | None = None) -> Moments:
     """Second moments of some tokens, weighted by router weight squared."""
     found = Moments.empty(x_TK.shape[1])
-    found.add(x_TK, weight_T.square())
+    found.add(x_TK, None if weight_T is None else weight_T.square())
     return found
+
+
+def leaning(own: Moments, pool: Moments, config: QuantConfig | None) -> Moments:
+    """An expert's moments as `calibrate` would have them: where its tokens are few, they lean on the layer's."""
+    k = len(own.sum_KK)
+    if config is not None and few(own.tokens, k):
+        own.lean_on(pool, config.pool_kappa * k)
+    return own
 
 
 def rounded(weight_NK: Tensor, seen: Moments, config: QuantConfig | None) -> Tensor:
@@ -109,9 +131,12 @@ def rounded(weight_NK: Tensor, seen: Moments, config: QuantConfig | None) -> Ten
 def errors(expert: Expert, count: int, last: int, config: QuantConfig | None) -> dict[str, float]:
     """Errors over its `last` tokens of an expert solved from its first `count`."""
     fit, held = slice(0, count), slice(-last, None)
-    first = rounded(expert.gate_up_NK, moments(expert.x_TD[fit], expert.weight_T[fit]), config)
+    pool_TD = expert.layer_TD[: expert.row_T[-last]]
+    seen = leaning(moments(expert.x_TD[fit], expert.weight_T[fit]), moments(pool_TD), config)
+    first = rounded(expert.gate_up_NK, seen, config)
     hidden = expert.hidden(expert.x_TD, first)
-    second = rounded(expert.down_NK, moments(hidden[fit], expert.weight_T[fit]), config)
+    pooled = moments(expert.hidden(pool_TD[spread(pool_TD, expert.down_NK.shape[1])], first))
+    second = rounded(expert.down_NK, leaning(moments(hidden[fit], expert.weight_T[fit]), pooled, config), config)
     judged = moments(expert.x_TD[held], expert.weight_T[held]), moments(hidden[held], expert.weight_T[held])
     whole = expert.hidden(expert.x_TD[held], expert.gate_up_NK) @ expert.down_NK.T
     lost = (hidden[held] @ second.T - whole).square().sum(-1) @ expert.weight_T[held].square()
@@ -142,9 +167,10 @@ def main() -> None:
     inputs["down"] = next(iter(experts.values())).down_NK.shape[1]
     print(f"{len(experts)} experts; inputs: gate and up {inputs['gate and up']}, down {inputs['down']}")
     print(
-        "| tokens | matrix | error of round-to-nearest | plain GPTQ / it | default / it | worst expert | above 0.85 |"
+        "| tokens | matrix | error of round-to-nearest | plain GPTQ / it | alone / it | default / it | worst expert | "
+        "above 0.85 |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     records = []
     with torch.inference_mode():
         plain = [errors(one, 1, args.held, None) for one in experts.values()]
@@ -156,11 +182,12 @@ def main() -> None:
             for matrix in ("gate and up", "down", "output"):
                 values = {name: torch.tensor([one[matrix] for one in found]) for name, found in by_method.items()}
                 base = values[PLAIN]
-                ours, gptq = values["default"] / base, values["gptq"] / base
+                ours, alone, gptq = (values[name] / base for name in ("default", "alone", "gptq"))
                 cold = matrix in inputs and count < inputs[matrix]
                 print(
                     f"| {count}{' (cold)' if cold else ''} | {matrix} | {base.mean():.5f} | {gptq.mean():.3f} | "
-                    f"{ours.mean():.3f} | {ours.max():.3f} | {int((ours > 0.85).sum())} of {len(ours)} |"
+                    f"{alone.mean():.3f} | {ours.mean():.3f} | {ours.max():.3f} | "
+                    f"{int((ours > 0.85).sum())} of {len(ours)} |"
                 )
                 records.append(
                     {"tokens": count, "matrix": matrix, "cold": cold, **{n: v.tolist() for n, v in values.items()}}

@@ -80,14 +80,15 @@ class Context:
     def two_streams(self) -> bool:
         return bool(self.settings.quant.alphas)
 
-    def evidence(self, k: int, tokens: int, writes: int = 0, *, hold: bool = False) -> Evidence:
+    def evidence(self, k: int, tokens: int, writes: int = 0, *, hold: bool = False, pooled: bool = False) -> Evidence:
         """Moments of k channels for so many tokens; without the gap, and nothing held out, where they are too few.
 
         `writes`: how many channels of the residual stream the group writes to, to make up for what they lack.
         With `hold`, tokens are held out where only one stream is followed, for the ablation: they join in the end.
+        `pooled`: moments that others lean on have neither.
         """
-        gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k
-        hold = hold and not self.two_streams
+        gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k and not pooled
+        hold = hold and not self.two_streams and not pooled
         return Evidence.empty(
             k,
             tokens=tokens,

@@ -15,7 +15,10 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.stream import make_writable, token_parts
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
+from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
 
+# Tokens for each input of a down-projection that a pool runs through an expert. Twice as many take 1% off its error.
+POOL_TOKENS_PER_CHANNEL = 4
 # A lack is told in units of a network's output: a router weight below this counts as this.
 LEAST_SCALE = 0.01
 Solve = Callable[[list[Linear], list[Tensor], Evidence], list[Tensor]]
@@ -134,6 +137,19 @@ class Streams:
         return lack_TD / scale_T[len(scale_T) - len(lack_TD) :, None].clamp(min=LEAST_SCALE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """What experts lean on that too few tokens reach (EAMPQ step 2): all tokens of their layer.
+
+    `inputs`: their moments, for gate and up; a down-projection leans on those of what the solved gate and up make of
+    such tokens. `kappa`: how many of them count, for each input. `weight_T`: what each of all tokens weighs.
+    """
+
+    inputs: Evidence
+    kappa: float
+    weight_T: Tensor | None = None
+
+
 def solve_network(
     network: Network,
     tokens: Tokens,
@@ -141,18 +157,16 @@ def solve_network(
     *,
     solve: Solve,
     evidence: Callable[..., Evidence],
-    pool: Evidence | None,
+    pool: Pool | None,
     chunk_tokens: int,
     scratch: Callable[[tuple[int, ...], torch.dtype], Tensor],
     dtype: torch.dtype,
     watch: Watch | None = None,
-    kappa: float = 0.0,
 ) -> None:
     """Solve gate and up on one set of moments, run them, solve down on what comes out, add the output to `streams`.
 
-    A network without a single token takes `pool`'s evidence for gate and up, where the caller has one; one with tokens
-    leans on it by `kappa` tokens' worth. The quantized stream's hidden activations wait for the down-projection in a
-    buffer that `scratch` makes.
+    A network that few tokens reach, or none, leans on `pool` where the caller has one. The quantized stream's hidden
+    activations wait for the down-projection in a buffer that `scratch` makes.
     """
     source = [network.read(item) for item in network.inputs]
     seen = None if tokens.all_seen else tokens.index_T
@@ -162,9 +176,9 @@ def solve_network(
     for part in token_parts(total, chunk_tokens):
         x, source_x, index = _take(streams, seen, part)
         first.add(x, source_x, index, _slice(tokens.weight_T, part))
-    if pool is not None:
-        first.lean_on(pool, kappa)
-    solved = solve(network.inputs, source, pool if pool is not None and total == 0 else first)
+    if pool is not None and few(total, network.inputs[0].k):
+        first.lean_on(pool.inputs, pool.kappa * network.inputs[0].k)
+    solved = solve(network.inputs, source, first)
     del first
 
     kept_TI = scratch((total, network.down.k), streams.x.dtype)
@@ -183,6 +197,14 @@ def solve_network(
         if source_hidden is not None and streams.source_out is not None:
             there = streams.followed_rows(index, index).start if isinstance(index, int) else streams.followed(index)
             streams.write(streams.source_out, there, linear(source_hidden[own], source_down, None, dtype), scale)
+    if pool is not None and few(total, network.down.k):
+        pooled = evidence(network.down.k, POOL_TOKENS_PER_CHANNEL * network.down.k, pooled=True)
+        for index in torch.split(spread(streams.x, network.down.k), chunk_tokens):
+            hidden = network.hidden(streams.x.index_select(0, index), solved, dtype)
+            weight = None if pool.weight_T is None else pool.weight_T[index]
+            pooled.add(hidden, None, index, streams.weight_of(index, len(index), weight))
+        second.lean_on(pooled, pool.kappa * network.down.k)
+        del pooled
     solved_down = solve([network.down], [source_down], second)[0]
     del second
 
@@ -192,6 +214,17 @@ def solve_network(
         streams.write(streams.out, index, out, scale)
         if watch is not None and len(out):
             watch(network.down, index, out, scale)
+
+
+def few(tokens: int, k: int) -> bool:
+    """Whether so many tokens are too few to tell the moments of k inputs by themselves."""
+    return tokens < MIN_TOKENS_PER_CHANNEL * k
+
+
+def spread(x_TD: Tensor, k: int) -> Tensor:
+    """Indices of some of all tokens, evenly spread: enough for moments of k channels to lean on."""
+    tokens = len(x_TD)
+    return torch.arange(0, tokens, max(1, tokens // (POOL_TOKENS_PER_CHANNEL * k)), device=x_TD.device)
 
 
 def _slice(values: Tensor | None, part: slice) -> Tensor | None:

@@ -21,8 +21,7 @@ from glm5_quant.calibrate.attention import AttentionSolver, Passed, rows_of, str
 from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.coverage import Routed, by_expert
-from glm5_quant.calibrate.evidence import Evidence
-from glm5_quant.calibrate.ffn import Network, Streams, Tokens, solve_network
+from glm5_quant.calibrate.ffn import Network, Pool, Streams, Tokens, few, solve_network
 from glm5_quant.calibrate.memory import trim_freed_memory
 from glm5_quant.calibrate.router import refit_layer
 from glm5_quant.calibrate.shadows import ShadowFinder
@@ -158,8 +157,7 @@ class LayerSolver:
             self.result.tensors |= refit.tensors
         routed = by_expert(chosen_TK, scale_TK, len(experts))
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
-        lean = self.context.settings.quant.pool_kappa > 0
-        pool = self._pool(flat) if lean or min(routed.counts) == 0 else None
+        pool = self._pool(flat["quantized"], routed.counts, max(item.k for item in inner))
         sums = {name: self.context.scratch(x.shape, torch.float32) for name, x in flat.items()}
         self._solve(jobs, flat, sums, pool, lack, weight_T, added=True)
         for name, out in sums.items():
@@ -181,7 +179,7 @@ class LayerSolver:
         jobs: Iterable[tuple[Network, Tokens]],
         flat: dict[str, Tensor],
         outputs: dict[str, Tensor],
-        pool: Evidence | None = None,
+        pool: Pool | None = None,
         lack: Tensor | None = None,
         weight_T: Tensor | None = None,
         *,
@@ -211,7 +209,6 @@ class LayerSolver:
                 scratch=self.context.scratch,
                 dtype=self.context.dtype,
                 watch=self.shadows.watch,
-                kappa=self.context.settings.quant.pool_kappa,
             )
             self.result.spill()
             self.shadows.offers.spill()
@@ -239,25 +236,16 @@ class LayerSolver:
             weight = numeric[index] if weight is None else weight * numeric[index]
         return Tokens(index_T=index, scale_T=scale, weight_T=weight)
 
-    def _pool(self, flat: dict[str, Tensor]) -> Evidence:
-        """Moments of all tokens of the layer: what experts without any token of their own are solved on.
-
-        Nothing is held out and no gap is followed, so that solving one expert leaves the pool as it was for the next.
-        """
-        x_TD = flat["quantized"]
-        tokens, dim = x_TD.shape
-        pool = Evidence.empty(
-            dim,
-            tokens=tokens,
-            held_from=tokens,
-            gap=False,
-            device=self.context.settings.device,
-            sampled=self.context.sampled,
-            channel_tokens=self.context.settings.quant.channel_tokens,
-        )
+    def _pool(self, x_TD: Tensor, counts: list[int], k: int) -> Pool | None:
+        """What experts lean on that few tokens reach; None where there are none such, of k inputs at most."""
+        kappa = self.context.settings.quant.pool_kappa
+        if not kappa or self.context.settings.all_experts or not few(min(counts), k):
+            return None
+        tokens, weight_T = len(x_TD), self.context.token_weight_T
+        inputs = self.context.evidence(x_TD.shape[1], tokens, pooled=True)
         for part in token_parts(tokens, self.context.chunk_tokens):
-            pool.add(x_TD[part], None, part.start)
-        return pool
+            inputs.add(x_TD[part], None, part.start, None if weight_T is None else weight_T[part])
+        return Pool(inputs=inputs, kappa=kappa, weight_T=weight_T)
 
     def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids and weights [T, top_k] by the block's own router; both streams replay the source's."""

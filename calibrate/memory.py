@@ -31,8 +31,8 @@ _F32 = 4
 # More tokens at a time are no faster: what is computed between two products leaves the cache.
 MOST_CHUNK_TOKENS = 4096
 # Matrices of K x K alive at the worst moment: sums, H, H shrunk, a factor that failed, H in float64. Where tokens are
-# held out, also their sums and H, and the gap of both.
-_SQUARES, _HELD_SQUARES = 7, 4
+# held out, also their sums and H, and the gap of both; else, of experts, the sums of all tokens that they lean on.
+_SQUARES, _HELD_SQUARES, _POOL_SQUARES = 7, 4, 1
 # float32 copies of a group's weights: source, target, all targets, restored, error, rounded to nearest; where errors
 # are counted by what the attention makes of them, most of these another time as they count. And the solver's working
 # set of a slice of rows.
@@ -144,11 +144,12 @@ def _solving(items: list[Linear], held_tokens: int, *, probed: bool = False) -> 
     for members in groups.values():
         k = members[0].k if members[0].k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         weights = sum(one.n for one in members) * k
-        squares = _SQUARES + (_HELD_SQUARES if held_tokens >= MIN_TOKENS_PER_CHANNEL * members[0].k else 0)
+        held = held_tokens >= MIN_TOKENS_PER_CHANNEL * members[0].k
+        squares = _SQUARES + (_HELD_SQUARES if held else _POOL_SQUARES if members[0].expert is not None else 0)
         copies = _COPIES + (_COUNTED_COPIES if probed and members[0].role != "o_proj" else 0)
         working = copies * weights + _SLICES * min(weights, SLICE_WEIGHTS) + squares * k * k
         # The sums of all blocks are there from the beginning.
-        working += (members[0].k - k) * k * (4 if squares > _SQUARES else 1)
+        working += (members[0].k - k) * k * (4 if held else 1)
         largest = max(largest, working * _F32)
     return largest
 

@@ -76,7 +76,8 @@ def solve_group(
 
     `feedback` is that between the rows of each linear, or () where all outputs count alike: errors are counted by it.
 
-    With no token seen at all the weights are rounded to nearest on their own unweighted grid and the record says so.
+    With no token seen at all, and none to lean on, the weights are rounded to nearest on their own unweighted grid and
+    the record says so.
     `shadows` is offered what was solved; `ablation` measures what each part of it was worth.
     Those that `eight` names are rounded to nearest in 8 bits, and take their inputs as they are.
     """
@@ -287,7 +288,8 @@ class _Judge:
     def __init__(self, total: Moments, held: Moments, config: QuantConfig, scale_dtype: torch.dtype) -> None:
         k, device = len(total.sum_KK), total.sum_KK.device
         self.config, self.scale_dtype = config, scale_dtype
-        self.total_KK = (total.hessian_KK if total.tokens else torch.eye(k, device=device)).to(total.product_dtype)
+        total_KK = total.hessian_KK if total.weight_sum > 0 else torch.eye(k, device=device)
+        self.total_KK = total_KK.to(total.product_dtype)
         self.held_KK = held.hessian_KK.to(held.product_dtype) if held.tokens else None
         gap_KK = held.gap_KK if held.tokens else None
         self.gap_KK = None if gap_KK is None else gap_KK.to(held.product_dtype)
@@ -351,7 +353,7 @@ def _record(
         held_out_floor=sum(j.held_floor for j in judged) / held_size if held_size else 0.0,
         alpha=max(j.alpha for j in judged),
         zero_blocks=zero_blocks(weight_NK, group_size),
-        fallback=None if first.tokens else "no calibration token: rounded to nearest on its own grid",
+        fallback=None if first.weight_sum > 0 else "no calibration token: rounded to nearest on its own grid",
     )
 
 

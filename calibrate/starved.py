@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from glm5_quant.calibrate.ffn import few
 from glm5_quant.model.journal import LayerRecord, ModuleRecord
 from glm5_quant.quant.shrinkage import shrinkage
 
@@ -48,9 +49,9 @@ def _treatment(tokens: int, matrices: Mapping[str, ModuleRecord], settings: Mapp
     if settings.get("all_experts"):
         return "all-experts", "solved on every token of the layer"
     if tokens == 0:
-        alone = sorted(role for role, m in matrices.items() if m.fallback)
-        pooled = sorted(set(matrices) - set(alone))
-        parts = [f"{' and '.join(pooled)} solved on the pooled moments of all tokens"] if pooled else []
+        alone = [role for role, m in matrices.items() if m.fallback]
+        pooled = [role for role in matrices if role not in alone]
+        parts = [f"{' and '.join(pooled)} solved on moments of all tokens of the layer"] if pooled else []
         parts += [f"{' and '.join(alone)} rounded to nearest on its own grid"] if alone else []
         return ("pooled" if pooled else "nothing"), ", ".join(parts)
     if not quant["error_feedback"]:
@@ -61,6 +62,7 @@ def _treatment(tokens: int, matrices: Mapping[str, ModuleRecord], settings: Mapp
     moved = shrinkage(first.k, first.effective_tokens, quant["shrink_trust"])
     shrunk = f"moments shrunk to their diagonal by {moved:.0%} or more"
     kappa = quant["pool_kappa"]
-    if kappa:
-        return "pooled", f"leaned on {kappa:g} tokens' worth of the layer's moments, {shrunk}"
+    leaning = " and ".join(role for role, m in matrices.items() if kappa and few(m.tokens, m.k))
+    if leaning:
+        return "pooled", f"{leaning} leaned on all tokens of the layer as on {kappa:g} an input, {shrunk}"
     return "shrunk", shrunk

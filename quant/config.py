@@ -23,7 +23,8 @@ class QuantConfig:
                       what they do to its output (rows.py), which so many tokens tell; 0 = off
     shrink            correlations in H times 1 - r, r = n / (n + c N_eff) or more where the tokens vary much
     shrink_trust      that c (see shrinkage.py)
-    pool_kappa        tokens' worth of trust in the layer's pooled H when an expert's own H is thin; 0 = no pooling
+    pool_kappa        an expert that fewer than 4 tokens for each input reach leans on what all tokens of its layer
+                      would give it, as if it had seen so many of them for each input; 0 = off
     alphas            candidate strengths of the target correction toward the source stream; () = off
     relative_stream   tokens weigh 1 / |h|^2 where a matrix writes to the residual stream h: what the next norm sees
     correct_stream    what is written to the residual stream also makes up for what the quantized stream lacks there
@@ -50,7 +51,7 @@ class QuantConfig:
     damp: float = 0.01
     shrink: bool = True
     shrink_trust: float = 1.0
-    pool_kappa: float = 0.0
+    pool_kappa: float = 0.5
     alphas: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     relative_stream: bool = True
     correct_stream: bool = True
@@ -72,7 +73,7 @@ class QuantConfig:
         _require(_finite(self.damp, 0.0), "damp", self.damp, "a finite number of at least 0")
         _require(self.probed_tokens >= 0, "probed_tokens", self.probed_tokens, "0 or more")
         _require(_finite(self.shrink_trust, 1e-6), "shrink_trust", self.shrink_trust, "a finite number above 0")
-        _require(_finite(self.pool_kappa, 0.0), "pool_kappa", self.pool_kappa, "a finite number of at least 0")
+        _require(_finite(self.pool_kappa, 0.0, 16.0), "pool_kappa", self.pool_kappa, "a number from 0 to 16")
         _require(all(_finite(a, 0.0, 1.0) for a in self.alphas), "alphas", self.alphas, "numbers from 0 to 1")
         _require(_finite(self.target_delta, 0.0), "target_delta", self.target_delta, "a finite number of at least 0")
         _require(self.rotation in get_args(Rotation), "rotation", self.rotation, "none, folded or full")

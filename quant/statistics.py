@@ -205,11 +205,11 @@ class Moments:
 
     def lean_on(self, pool: Moments, kappa: float) -> None:
         """H <- (N_eff H + kappa H_pool) / (N_eff + kappa), in place, as if kappa tokens of the pool had been added."""
-        if self.weight_square_sum <= 0 or pool.weight_sum <= 0 or kappa <= 0:
+        if pool.weight_sum <= 0 or kappa <= 0:
             return
         effective = self.n_eff
-        added = kappa * self.weight_sum / effective
-        self.sum_KK += pool.sum_KK * (added / pool.weight_sum)
+        added = kappa * (self.weight_sum / effective if effective else 1.0)
+        self.sum_KK.add_(pool.sum_KK, alpha=added / pool.weight_sum)
         self.weight_sum += added
         self.weight_square_sum = self.weight_sum**2 / (effective + kappa)
         self._whole = None
