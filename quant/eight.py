@@ -27,6 +27,6 @@ def round_eight(weight_NK: Tensor, *, group_size: int, scale_dtype: torch.dtype)
         raise ValueError("the weight holds NaN or infinite values")
     largest_NB = to_blocks(weight, group_size).abs().amax(-1)
     scale_NB = round_scale(largest_NB / LARGEST, scale_dtype).masked_fill(largest_NB == 0, 1.0)
-    grid = Grid(scale=scale_NB, zero=torch.full(scale_NB.shape, ZERO, dtype=torch.uint8), group_size=group_size)
+    grid = Grid(scale=scale_NB, zero=torch.full_like(scale_NB, ZERO, dtype=torch.uint8), group_size=group_size)
     steps_NK = (weight / expand(scale_NB, grid, weight.shape[-1])).round_().clamp_(-ZERO, LARGEST)
     return (steps_NK + ZERO).to(torch.uint8), grid

@@ -24,7 +24,10 @@ from glm5_quant.model.journal import open_journal
 
 RUNS: dict[str, dict[str, Any]] = {
     "llama": {"preset": "fast"},
-    "qwen3_moe": {"quant": {"refit_router": True, "pool_kappa": 1.0, "descent_sweeps": 1}},
+    "qwen3_moe": {
+        "quant": {"refit_router": True, "pool_kappa": 1.0, "descent_sweeps": 1},
+        "int8": ("attention", "lm_head"),
+    },
     "glm4_moe": {
         "quant": {"rotation": "full", "activations": "int4-channel", "descent_sweeps": 1},
         "all_experts": True,
