@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from glm5_quant.calibrate.context import activation
 from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
 from glm5_quant.calibrate.memory import cut, run_dtype, usable_memory
 from glm5_quant.calibrate.precision import part_of
-from glm5_quant.calibrate.settings import Settings
+from glm5_quant.calibrate.settings import Settings, work_folder
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint
@@ -86,7 +87,8 @@ class Plan:
         return min(windows, held_windows - (-SOURCE_TOKENS_PER_CHANNEL * widest // self.seqlen))
 
     def refuse_impossible(self) -> None:
-        """Raise `UserError` for what cannot work: too little memory or disk."""
+        """Raise `UserError` for what cannot work: too little memory or disk. A journal that is there has its part of
+        the disk already: it is gone on with, or makes room."""
         if self.memory_cap_bytes < self.least_memory_bytes:
             raise UserError(
                 "one layer does not fit in the memory allowed",
@@ -94,11 +96,13 @@ class Plan:
                 found=human_bytes(self.memory_cap_bytes),
                 expected=f"at least {human_bytes(self.least_memory_bytes)}",
             )
-        if self.disk_free_bytes < self.disk_needed_bytes:
+        taken = folder_bytes(work_folder(self.work_dir))
+        if self.disk_free_bytes + taken < self.disk_needed_bytes:
+            there = f", and {human_bytes(taken)} of the journal that is there" if taken else ""
             raise UserError(
                 "too little free disk for the journal",
                 file=self.work_dir,
-                found=human_bytes(self.disk_free_bytes),
+                found=human_bytes(self.disk_free_bytes) + there,
                 expected=f"{human_bytes(self.disk_needed_bytes)} (codes {human_bytes(self.journal_bytes)}, "
                 f"hidden states {human_bytes(self.stream_bytes)})",
                 hint="Use another --work-dir or fewer --num-samples",
@@ -199,6 +203,16 @@ def _free_disk(folder: Path) -> int:
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise UserError("work folder cannot be written", file=place, hint="Use another --work-dir")
     return shutil.disk_usage(place).free
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder, 0 where there is none. Files that vanish meanwhile count nothing."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(place, name).lstat().st_size
+    return total
 
 
 def _warnings(items: list[Linear], settings: Settings, tokens_per_expert: float | None, positions: int) -> list[str]:

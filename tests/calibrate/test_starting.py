@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +163,28 @@ def test_a_run_goes_on_with_other_chunks_than_it_was_started_with(
             one, other = whole.record(layer), journal.record(layer)
             assert one.coverage is None or sum(one.coverage) == sum(other.coverage or [])
             assert other.stream_error == pytest.approx(one.stream_error, rel=0.2)
+
+
+def test_a_run_goes_on_where_its_own_journal_has_taken_the_room_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama", tmp_path / "m")
+    needed = make_plan(open_checkpoint(model), Settings(num_samples=8, seqlen=64), tmp_path / "w").disk_needed_bytes
+    room = needed + (1 << 16)
+
+    def disk(folder: Path) -> SimpleNamespace:
+        taken = sum(path.stat().st_size for path in (tmp_path / "w").rglob("*") if path.is_file())
+        return SimpleNamespace(free=max(room - taken, 0))
+
+    monkeypatch.setattr("glm5_quant.calibrate.plan.shutil.disk_usage", disk)
+    calls = iter([False, True])
+    with suppress(StoppedSafely):
+        small(model, tmp_path / "w", should_stop=lambda: next(calls))
+    assert disk(tmp_path).free < needed
+    assert small(model, tmp_path / "w").layers_reused == 1
+    room = 0
+    with pytest.raises(UserError, match=r"too little free disk.* of the journal that is there"):
+        small(model, tmp_path / "w")
 
 
 def test_a_layer_that_has_nothing_to_offer_as_a_shadow_ends_well(tmp_path: Path) -> None:
