@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from glm5_quant.calibrate.context import activation
-from glm5_quant.calibrate.evidence import LARGEST_HESSIAN
+from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
 from glm5_quant.calibrate.memory import cut, run_dtype, usable_memory
 from glm5_quant.calibrate.precision import part_of
 from glm5_quant.calibrate.settings import Settings, work_folder
@@ -129,6 +129,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     eight = {item.name for item in items if part_of(item, family) in settings.int8}
     if len(eight) == len(items):
         raise UserError("nothing to quantize", file=checkpoint.folder)
+    _check_blocks(items, settings.quant.group_size)
     by_layer: dict[int, list[Linear]] = {}
     for item in items:
         by_layer.setdefault(item.layer, []).append(item)
@@ -189,6 +190,18 @@ def useful_windows(items: list[Linear], settings: Settings, routed: float) -> in
         share = routed if expert and not settings.all_experts else 1.0
         needed = max(needed, max(SOURCE_TOKENS_PER_CHANNEL * k, NEEDED_VALUES / k) / share)
     return min(math.ceil(needed / settings.seqlen / (1.0 - settings.held_out)), MOST_WINDOWS)
+
+
+def _check_blocks(items: list[Linear], group_size: int) -> None:
+    """Inputs whose H is cut (evidence.py) are cut at borders of blocks of weights."""
+    wide = next((item for item in items if item.k > LARGEST_HESSIAN), None)
+    if wide is not None and HESSIAN_BLOCK % group_size:
+        raise UserError(
+            f"{wide.k:,} inputs are solved {HESSIAN_BLOCK:,} at a time, which are no whole blocks of that size",
+            item="group_size",
+            found=f"{group_size} for {wide.name}",
+            expected=f"a divisor of {HESSIAN_BLOCK:,}, such as 32, 64 or 128",
+        )
 
 
 def _source_bytes(checkpoint: Checkpoint, items: list[Linear]) -> int:

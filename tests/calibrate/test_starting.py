@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -143,6 +143,17 @@ def test_wide_models_are_followed_for_the_blocks_their_moments_are_kept_in(
     monkeypatch.setattr("glm5_quant.calibrate.plan.LARGEST_HESSIAN", 16)
     plan = make_plan(open_checkpoint(tiny("llama", tmp_path / "m")), Settings(seqlen=64), tmp_path / "w")
     assert plan.source_windows(128, 8) == 8 + 5
+
+
+def test_blocks_that_do_not_fit_where_very_wide_inputs_are_cut_are_refused_by_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(tiny("llama", tmp_path / "m"))
+    monkeypatch.setattr("glm5_quant.calibrate.plan.LARGEST_HESSIAN", 150)
+    for group_size, fits in ((64, True), (24, False)):
+        settings = Settings(quant=quant_config("default", group_size=group_size))
+        with nullcontext() if fits else pytest.raises(UserError, match=r"group_size.*24 for .*down_proj.*a divisor of"):
+            make_plan(checkpoint, settings, tmp_path / "w")
 
 
 def test_a_run_goes_on_with_other_chunks_than_it_was_started_with(
