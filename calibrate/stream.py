@@ -18,9 +18,11 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from glm5_quant.calibrate.spill import save
+from glm5_quant.model import atomic
 from glm5_quant.model.errors import UserError
 
 NAMES = ("source", "quantized")
@@ -93,20 +95,28 @@ class Stream:
         return self._now
 
     def commit(self, boundary: int, side: Tensor | None) -> None:
-        """Give the file of `boundary` its final name."""
+        """Give the file of `boundary` its final name, once it is on the disk: else the record of the layer before could
+        outlive it when the machine goes down, and the next run would go on from zeros."""
         if self._file is not None and self._now is not None and self._now is not self._file:
             self._file.copy_(self._now)
         self._file = self._now = None
         if side is not None:
             temporary = self.side_path(boundary).with_suffix(".part")
-            save_file({"side": side.cpu()}, temporary)
-            temporary.replace(self.side_path(boundary))
-        self.path(boundary).with_suffix(".part").replace(self.path(boundary))
+            save({"side": side.cpu()}, temporary)
+            _settle(temporary, self.side_path(boundary))
+        _settle(self.path(boundary).with_suffix(".part"), self.path(boundary))
         self.side = side
 
     def drop(self, boundary: int) -> None:
         for path in (self.path(boundary), self.side_path(boundary)):
             path.unlink(missing_ok=True)
+
+
+def _settle(part: Path, path: Path) -> None:
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+    atomic.sync_folder(path.parent)
 
 
 def scratch(folder: Path, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

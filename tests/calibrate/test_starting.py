@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from support_calibrate import sample_text, small
 from support_models import edit_config, rewrite, tiny, tiny_q3
 
 from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.run import StoppedSafely
 from glm5_quant.calibrate.settings import Settings, quant_config
+from glm5_quant.calibrate.spill import SPILL_BYTES, Spill
+from glm5_quant.calibrate.stream import Stream
 from glm5_quant.model import lock
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -196,6 +199,44 @@ def test_a_run_goes_on_where_its_own_journal_has_taken_the_room_that_it_needs(
     room = 0
     with pytest.raises(UserError, match=r"too little free disk.* of the journal that is there"):
         small(model, tmp_path / "w")
+
+
+def test_hidden_states_are_on_the_disk_before_the_record_of_their_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that goes down after a layer's record may lose what was not synced: the next run would not see it."""
+    synced, sync = [], os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    model = tiny("glm_moe_dsa", tmp_path / "m")
+    monkeypatch.setattr(os, "fsync", fsync)
+    small(model, tmp_path / "w", num_samples=2)
+    record = synced.index(".00000.json.part")
+    parts = {f"{name}.00001.{kind}" for name in ("source", "quantized") for kind in ("part", "side.part")}
+    assert parts <= set(synced[:record])
+    assert "stream" in synced[:record]
+
+
+def test_a_disk_that_fills_up_under_moved_codes_or_side_values_is_told_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("glm5_quant.calibrate.spill.save_file", full)
+    stream = Stream(folder=tmp_path / "stream", name="source", shape=(1, 2, 3))
+    stream.create(0)
+    for write in (
+        lambda: stream.commit(0, torch.zeros(2)),
+        Spill(folder=tmp_path, tensors={"codes": torch.zeros(SPILL_BYTES // 4)}).spill,
+    ):
+        with pytest.raises(UserError, match=r"cannot be written .*No space left"):
+            write()
+    assert [path.name for path in tmp_path.rglob("*.part")] == ["source.00000.part"]
 
 
 def test_a_layer_that_has_nothing_to_offer_as_a_shadow_ends_well(tmp_path: Path) -> None:
