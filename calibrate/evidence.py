@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.calibrate.seen import Sample
+from glm5_quant.model.errors import UserError
 from glm5_quant.quant.statistics import Moments, accumulate_cross, untouched_zeros
 
 # Beyond this many input channels H is kept block-diagonal: GLM-5's o_proj reads 16,384, and one full H of that size,
@@ -134,6 +135,15 @@ class Evidence:
     def tokens(self) -> int:
         return self.parts[0].fit.tokens + self.parts[0].held.tokens
 
+    def require_finite(self, name: str, dtype: torch.dtype) -> None:
+        """Raise UserError where inputs of the matrix `name` held NaN or infinite values, in layers run in `dtype`."""
+        for part in self.parts:
+            for moments in (part.fit, part.held):
+                for sum_KK in (moments.sum_KK, moments.gap_sum_KK):
+                    # An input that is not finite, or too large, is there multiplied by itself (or by what stands beside it).
+                    if sum_KK is not None and not bool(torch.isfinite(sum_KK.diagonal()).all()):
+                        raise overflown("inputs hold NaN or infinite values", name, dtype)
+
     def lean_on(self, pool: Evidence, kappa: float) -> None:
         """Move the moments to fit on toward the layer's by so many tokens' worth (EAMPQ step 2)."""
         for part, other in zip(self.parts, pool.parts, strict=True):
@@ -203,6 +213,13 @@ class Evidence:
     def _followed(self, of_TK: Tensor | None, count: int) -> Tensor | None:
         """Of what belongs to the last tokens of `count`, the rows that thinning keeps."""
         return None if of_TK is None else of_TK[(len(of_TK) - count) % self.stride :: self.stride]
+
+
+def overflown(problem: str, item: str, dtype: torch.dtype) -> UserError:
+    """The error for values that are not finite in layers run in `dtype`."""
+    half = dtype == torch.float16
+    hint = "On --device cpu layers of float16 models run in float32" if half else "The model itself overflows there"
+    return UserError(problem, item=item, expected=f"finite numbers in {str(dtype).removeprefix('torch.')}", hint=hint)
 
 
 def _rows(weight_T: Tensor | None, rows: slice) -> Tensor | None:

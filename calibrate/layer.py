@@ -21,6 +21,7 @@ from glm5_quant.calibrate.attention import AttentionSolver, Passed, rows_of, str
 from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.coverage import Routed, by_expert
+from glm5_quant.calibrate.evidence import overflown
 from glm5_quant.calibrate.ffn import Network, Pool, Streams, Tokens, few, solve_network
 from glm5_quant.calibrate.memory import trim_freed_memory
 from glm5_quant.calibrate.router import refit_layer
@@ -271,6 +272,9 @@ class LayerSolver:
             release_pages()
             rows, rest, before = slice(*chunk), passed.rest[number], rows_of(self.side[name], chunk)
             hidden_out[rows], value = self._replayed(name, rows, passed.attention, rest, outputs, before)
+            if not bool(torch.isfinite(hidden_out[rows]).all()):
+                problem = f"outputs hold NaN or infinite values in the {name} stream"
+                raise overflown(problem, f"layer {self.index}", self.context.dtype)
             if value is not None:
                 side = self.context.scratch((len(hidden_out), *value.shape[1:]), value.dtype) if side is None else side
                 side[rows] = value

@@ -81,6 +81,7 @@ def solve_group(
     `shadows` is offered what was solved; `ablation` measures what each part of it was worth.
     Those that `eight` names are rounded to nearest in 8 bits, and take their inputs as they are.
     """
+    evidence.require_finite(linears[0].name, dtype)
     in_eight = linears[0].name in eight
     if in_eight:
         config, ablation = replace(config, rotation="none", activations="none"), None

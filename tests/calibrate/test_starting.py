@@ -248,6 +248,25 @@ def test_a_layer_that_has_nothing_to_offer_as_a_shadow_ends_well(tmp_path: Path)
     assert journal.candidates_file(0).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "factor", "told"),
+    [
+        ("0.mlp.up_proj", 1e24, "layers.0.mlp.down_proj: inputs hold NaN or infinite values"),
+        ("0.self_attn.v_proj", 1e24, "layers.0.self_attn.o_proj: inputs hold NaN"),
+        ("1.mlp.down_proj", 1e38, "layer 1: outputs hold NaN or infinite values in the quantized stream"),
+    ],
+)
+def test_a_model_that_overflows_is_told_by_matrix_or_layer(name: str, factor: float, told: str, tmp_path: Path) -> None:
+    model = rewrite(
+        tiny("llama", tmp_path / "m", dtype=torch.float32, scale=0.2),
+        f"model.layers.{name}.weight",
+        lambda weight: weight * factor,
+    )
+    with pytest.raises(UserError, match=told):
+        small(model, tmp_path / "w", preset="fast", num_samples=2)
+    assert open_journal(tmp_path / "w" / "calibration").finished() == [0][: name.startswith("1")]
+
+
 def test_inputs_that_overflow_are_an_error_and_no_endless_search() -> None:
     broken = torch.eye(4)
     broken[1, 2] = broken[2, 1] = torch.inf
