@@ -140,7 +140,7 @@ class Evidence:
         for part in self.parts:
             for moments in (part.fit, part.held):
                 for sum_KK in (moments.sum_KK, moments.gap_sum_KK):
-                    # An input that is not finite, or too large, is there multiplied by itself (or by what stands beside it).
+                    # There each input is multiplied by itself, or by how far it is off.
                     if sum_KK is not None and not bool(torch.isfinite(sum_KK.diagonal()).all()):
                         raise overflown("inputs hold NaN or infinite values", name, dtype)
 
