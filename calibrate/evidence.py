@@ -79,6 +79,7 @@ class Evidence:
     parts: list[Part]
     held_from: int
     stride: int = 1
+    passed: int = 0
     weights_NK: Sequence[Tensor] = ()
     sample: Sample | None = None
 
@@ -163,7 +164,9 @@ class Evidence:
         """
         if self.stride > 1:
             lack_TN = self._followed(lack_TN, len(x_TK))
+            came = len(x_TK)
             x_TK, source_TK, index, weight_T = self._thinned(x_TK, source_TK, index, weight_T)
+            self.passed += came
         count = x_TK.shape[0]
         first_source = count - (0 if source_TK is None else len(source_TK))
         if isinstance(index, int):
@@ -205,14 +208,14 @@ class Evidence:
     def _thinned(
         self, x_TK: Tensor, source_TK: Tensor | None, index: Tensor | int, weight_T: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Every `stride`-th token; what the source stream holds of those."""
-        count, step = len(x_TK), self.stride
+        """Every `stride`-th token of all, however they are cut; what the source stream holds of those."""
+        count, kept = len(x_TK), slice(-self.passed % self.stride, None, self.stride)
         index_T = torch.arange(index, index + count, device=x_TK.device) if isinstance(index, int) else index
-        return x_TK[::step], self._followed(source_TK, count), index_T[::step], _rows(weight_T, slice(None, None, step))
+        return x_TK[kept], self._followed(source_TK, count), index_T[kept], _rows(weight_T, kept)
 
     def _followed(self, of_TK: Tensor | None, count: int) -> Tensor | None:
         """Of what belongs to the last tokens of `count`, the rows that thinning keeps."""
-        return None if of_TK is None else of_TK[(len(of_TK) - count) % self.stride :: self.stride]
+        return None if of_TK is None else of_TK[(len(of_TK) - count - self.passed) % self.stride :: self.stride]
 
 
 def overflown(problem: str, item: str, dtype: torch.dtype) -> UserError:

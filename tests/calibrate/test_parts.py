@@ -169,6 +169,25 @@ def test_with_tokens_in_plenty_every_second_one_is_taken_and_its_own_source(monk
     assert torch.allclose(part.fit.gap_KK, (source - x)[4:8:2].T @ x[4:8:2] / 2, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [11, 5, 3, 1])
+def test_the_same_tokens_are_taken_however_they_are_cut(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.FEWEST_VALUES", 0)
+    x, source, weight = torch.randn(11, 2), torch.randn(7, 2), torch.rand(11)
+    evidence = Evidence.empty(2, tokens=240, held_from=8, gap=True, device="cpu")
+    assert evidence.stride == 3
+    for start in range(0, 11, size):
+        own = slice(start, start + size)
+        evidence.add(x[own], source[max(start - 4, 0) : max(start + size - 4, 0)], start, weight[own])
+    (part,) = evidence.parts
+    assert (part.fit.tokens, part.held.tokens) == (3, 1)
+    rows = torch.tensor([0, 3, 6])
+    wanted = (x[rows] * weight[rows, None]).T @ x[rows] / weight[rows].sum()
+    assert torch.allclose(part.fit.hessian_KK, wanted, atol=1e-6)
+    gap_KK = part.fit.gap_KK
+    assert gap_KK is not None
+    assert torch.allclose(gap_KK, torch.outer(source[2] - x[6], x[6]), atol=1e-6)
+
+
 def test_very_wide_inputs_are_kept_as_blocks_of_the_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("glm5_quant.calibrate.evidence.LARGEST_HESSIAN", 8)
     monkeypatch.setattr("glm5_quant.calibrate.evidence.HESSIAN_BLOCK", 6)
