@@ -70,10 +70,10 @@ class LayerProgress(_Bar):
 
 
 class ByteProgress(_Bar):
-    """An export: bytes written. Nothing in a log file."""
+    """An export: bytes written, or read back. Nothing in a log file."""
 
     def advance(self, done: int, total: int, name: str) -> None:
-        """`done` of `total` bytes are written; `name` is the file in work."""
+        """`done` of `total` bytes are through; `name` is the file in work."""
         if self._tty:
             self._move(done, total, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
             assert self._bar is not None

@@ -10,6 +10,7 @@ import typer
 from glm5_quant.cli import options as opt
 from glm5_quant.cli.defaults import calibration_folder, existing_export, needed_data, unless_default
 from glm5_quant.cli.failures import FAILED, guarded
+from glm5_quant.cli.progress import ByteProgress
 from glm5_quant.cli.terminal import facts, human_bytes, json_text, say, say_next, table, warn
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def verify(
     source = _calibrated_source(work_dir, folder) if model is None else model
     from glm5_quant.model import verifying
 
-    report = verifying.verify(path, source)
+    with ByteProgress() as bar:
+        report = verifying.verify(path, source, progress=bar.advance)
     if source is None:
         say("Not compared with the source: name it with --model.")
     show_report(report, json)

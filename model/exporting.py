@@ -9,7 +9,7 @@ stopped; a failed one leaves nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -258,7 +258,7 @@ def _write(inputs: _Inputs, layout: _Layout, files: Path, progress: Progress | N
 
         shard = write_shard(path, specs, read)
         written.append(Written(name=name, size_bytes=shard.size_bytes, sha256=shard.sha256))
-    written += _write_small(inputs, layout, files)
+    written += _write_small(inputs, layout, files, written)
     return sorted(written, key=lambda file: file.name), reused
 
 
@@ -271,8 +271,8 @@ def _read_base(inputs: _Inputs, name: str) -> Tensor:
     return value
 
 
-def _write_small(inputs: _Inputs, layout: _Layout, files: Path) -> list[Written]:
-    """Sidecar description, side files, index, config.json."""
+def _write_small(inputs: _Inputs, layout: _Layout, files: Path, weights: Sequence[Written]) -> list[Written]:
+    """Sidecar description, side files, index, config.json. `weights`: the weight files, which are written."""
     plan, settings = inputs.plan, inputs.journal.manifest.settings
     weight_map = {spec.name: shard for shard, specs in layout.shards.items() for spec in specs}
     index = {"metadata": {"total_size": plan.tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -287,7 +287,7 @@ def _write_small(inputs: _Inputs, layout: _Layout, files: Path) -> list[Written]
     config = export_config(inputs.source.config, scheme, protect_numeric=bool(protect), untie=plan.untie)
     replaced = sorted(n for n, where in plan.origin.items() if where == "journal" and n in inputs.source.tensors)
     texts = {
-        sidecar.JSON_NAME: sidecar.describe(inputs.journal, layout.sidecar, replaced, inputs.inputs),
+        sidecar.JSON_NAME: sidecar.describe(inputs.journal, layout.sidecar, replaced, inputs.inputs, weights),
         INDEX_NAME: index,
         staging.CONFIG_NAME: config,
     }

@@ -33,7 +33,7 @@ from glm5_quant.model.input_scales import header_faults
 from glm5_quant.model.journal import SIDECAR_PREFIX, Journal, SourceRecord, read_model
 from glm5_quant.model.safetensors_header import read_header
 from glm5_quant.model.scheme import InputScheme
-from glm5_quant.model.shards import Spec
+from glm5_quant.model.shards import Spec, Written
 
 PREFIX = SIDECAR_PREFIX
 FOLDER = PREFIX.rstrip("/")
@@ -74,7 +74,8 @@ class TensorRecord(BaseModel):
 class SidecarRecord(BaseModel):
     """`eampq.json`. `features` names what the runtime must know to compute right; `inputs` says what it does to the
     inputs of packed matrices; `replaced` names the plain tensors that differ from the source's; `refitted_routers` the
-    layers whose router was fitted again to the quantized stream; `modules` what every matrix cost."""
+    layers whose router was fitted again to the quantized stream; `sha256` the digest of each weight file of the export,
+    by its name there (empty in early exports); `modules` what every matrix cost."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
     format: Literal["eampq"] = "eampq"
@@ -88,6 +89,7 @@ class SidecarRecord(BaseModel):
     replaced: list[str]
     refitted_routers: list[int] = []
     tensors: dict[str, TensorRecord]
+    sha256: dict[str, str] = {}
     modules: dict[str, dict[str, Any]]
 
     def made_from(self) -> SourceRecord | None:
@@ -107,9 +109,13 @@ def features(names: Iterable[str], inputs: InputScheme) -> list[str]:
 
 
 def describe(
-    journal: Journal, shards: Mapping[str, list[Spec]], replaced: list[str], inputs: InputScheme
+    journal: Journal,
+    shards: Mapping[str, list[Spec]],
+    replaced: list[str],
+    inputs: InputScheme,
+    written: Iterable[Written],
 ) -> dict[str, Any]:
-    """The content of eampq.json. Names no path of the machine that made it."""
+    """The content of eampq.json. `written`: all weight files. Names no path of the machine that made it."""
     manifest = journal.manifest
     tensors = {
         spec.name: TensorRecord(file=file.removeprefix(PREFIX), dtype=spec.dtype, shape=list(spec.shape))
@@ -131,6 +137,7 @@ def describe(
         replaced=replaced,
         refitted_routers=[layer.layer for layer in layers if layer.router is not None and layer.router.kept],
         tensors=dict(sorted(tensors.items())),
+        sha256={file.name: file.sha256 for file in sorted(written, key=lambda file: file.name)},
         modules=modules,
     )
     return record.model_dump()

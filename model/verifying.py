@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from glm5_quant.model import atomic, staging
 from glm5_quant.model.beside import differences
@@ -25,9 +26,11 @@ from glm5_quant.model.families import Linear, family_of, linears, mtp_tensors, r
 from glm5_quant.model.files import INDEX_NAME, WEIGHT_ENDINGS, read_json
 from glm5_quant.model.fp8 import WEIGHT_DTYPES
 from glm5_quant.model.input_scales import read_scale, value_faults
+from glm5_quant.model.journal import file_sha256
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.runtimes import RuntimeVerdict, runtime_verdicts
 from glm5_quant.model.scheme import KEY, NUMERIC_KEY, SCHEME, SCHEME_KEY, rotation_of
+from glm5_quant.model.shards import DTYPE_NAMES
 from glm5_quant.model.sidecar import SidecarRecord, open_sidecar, sidecar_faults, unreadable
 
 DEFAULT_SAMPLES = 32
@@ -38,6 +41,7 @@ OUTLIER_RATIO = 3.0
 # 4.5. So this is no proof of a fault, however large.
 OUTLIER_FLOOR = 0.8
 SHOWN_OF_A_KIND = 5
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +91,18 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(folder: str | Path, source: str | Path | None = None, *, samples: int = DEFAULT_SAMPLES) -> VerifyReport:
-    """Read an export back. With `source`, also compare: every tensor present, unpacked ones bit for bit, the values of
-    config.json, the files beside it, and the dequantization error of `samples` matrices spread over the model. Where
-    the stream was rotated inside the weights, the source is rotated the same way first.
+def verify(
+    folder: str | Path,
+    source: str | Path | None = None,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Read an export back: config, names, shapes, values, and the bytes of every weight file against the digests that
+    the export recorded (`progress(done_bytes, total_bytes, file)` is called for each). With `source`, also compare:
+    every tensor present, unpacked ones bit for bit, the values of config.json, the files beside it, and the
+    dequantization error of `samples` matrices spread over the model. Where the stream was rotated inside the weights,
+    the source is rotated the same way first.
 
     Raises:
         UserError: the folder or the source is no checkpoint at all (missing, cut or lying files); smaller faults are in
@@ -126,6 +138,7 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
             found, remarks, faults = _sample(exported, original, opened, 0 if faulty else samples)
             problems += [fault for fault in faults if fault not in problems]
             warnings += [*beside.warnings, *remarks]
+    problems += _changed_files(checkpoint, *opened, progress) if opened else ()
     features = tuple(opened[0].features) if opened else ()
     return VerifyReport(
         folder=checkpoint.folder,
@@ -144,6 +157,22 @@ def verify(folder: str | Path, source: str | Path | None = None, *, samples: int
         compared_tensors=compared,
         runtimes=runtime_verdicts(exported, features, problems) if exported else (),
     )
+
+
+def _changed_files(
+    checkpoint: Checkpoint, record: SidecarRecord, extra: Checkpoint, progress: Progress | None
+) -> Iterator[str]:
+    """Weight files that are not the bytes that were written: a flipped bit in a code shows nowhere else."""
+    files = {path.relative_to(checkpoint.folder).as_posix(): path for path in (*checkpoint.shards, *extra.shards)}
+    files = {name: path for name, path in files.items() if name in record.sha256}
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    done, total = 0, sum(sizes.values())
+    for name, path in files.items():
+        if progress is not None:
+            progress(done, total, name)
+        if file_sha256(path) != record.sha256[name]:
+            yield f"{name}: its SHA-256 is not that of the file that was exported"
+        done += sizes[name]
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
@@ -315,7 +344,7 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
     if untied in extra:  # a tied head beside a packed embedding: the source's embedding, as it was
         extra.remove(untied)
         compared += 1
-        if not torch.equal(checkpoint.read(untied), original.read(embedding_name(original))):
+        if not _same_bits(checkpoint.read(untied), original.read(embedding_name(original))):
             problems.append(f"{untied}: differs from the embedding that it was tied to")
     problems += [
         f"{n}: not in the source" for n in extra if not (n.endswith(PART_ENDINGS) and n.rsplit(".", 1)[0] in known)
@@ -325,9 +354,17 @@ def _compare(exported: Exported, original: Checkpoint, record: SidecarRecord | N
 
 def _difference(checkpoint: Checkpoint, original: Checkpoint, name: str) -> str | None:
     try:
-        return None if torch.equal(checkpoint.read(name), original.read(name)) else f"{name}: differs from the source"
+        here, there = checkpoint.read(name), original.read(name)
     except UserError as error:  # not finite
         return str(error)
+    if here.dtype != there.dtype:
+        return f"{name}: {DTYPE_NAMES[here.dtype]}, expected {DTYPE_NAMES[there.dtype]}"
+    return None if _same_bits(here, there) else f"{name}: differs from the source"
+
+
+def _same_bits(here: Tensor, there: Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bits: 0 and -0 are equal numbers."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (here, there)))
 
 
 def _has_own_head(checkpoint: Checkpoint, original: Checkpoint) -> bool:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support_journal import config_of, export_of
+from support_journal import config_of, export_of, sealed
 from support_models import edit_config, read_tensors, rewrite, tiny, tiny_glm, tiny_q3
 
 from glm5_quant.model import verify
@@ -50,6 +50,8 @@ def patch(folder, name, change):
     save_file(tensors, file, {"format": "pt"})
     index["metadata"]["total_size"] = sum(t.nbytes for t in read_tensors(folder).values())
     index_file.write_text(json.dumps(index))
+    if (folder / "eampq").exists():
+        sealed(folder)
 
 
 def put(index, value):

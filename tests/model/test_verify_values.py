@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support_journal import export_of
-from support_models import tiny_q3
+from support_journal import export_of, sealed
+from support_models import rewrite, tiny_q3
 
 from glm5_quant.model import load, verify
+from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -37,6 +38,7 @@ def test_o04_a_value_that_is_not_finite_is_one_problem_with_and_without_the_sour
     tensors = load_file(file)
     tensors[name].view(-1)[5] = torch.nan
     save_file(tensors, file, {"format": "pt"})
+    sealed(copy)
     for source in (None, q3[0]):
         report = verify(copy, source)
         assert len(report.problems) == 1
@@ -73,6 +75,54 @@ def test_sidecar_tensors_that_do_not_fit_are_named_and_never_computed_with(
     with pytest.raises(UserError) as caught:
         load(out)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_zero_point"])
+def test_one_flipped_bit_in_a_packed_matrix_is_found_without_the_source(
+    q3: tuple[Path, Path], tmp_path: Path, part: str
+) -> None:
+    copy = Path(shutil.copytree(q3[1], tmp_path / "copy"))
+    info = open_checkpoint(copy).tensors[f"{Q}.{part}"]
+    flip(info.file, info.offset + info.nbytes // 2)
+    steps: list[tuple[int, int, str]] = []
+    name, size = info.file.name, info.file.stat().st_size
+    report = verify(copy, progress=lambda *step: steps.append(step))
+    assert report.problems == (f"{name}: its SHA-256 is not that of the file that was exported",)
+    assert steps == [(0, size, name)]
+
+
+def test_one_flipped_bit_in_the_sidecar_is_found(q3: tuple[Path, Path], tmp_path: Path) -> None:
+    extra = {f"eampq/{Q}.shadow_index": torch.tensor([1], dtype=I32), f"eampq/{Q}.shadow_weight": WEIGHT}
+    out = export_of(q3[0], tmp_path, extra=extra)
+    name = "eampq/eampq-00001-of-00001.safetensors"
+    flip(out / name, (out / name).stat().st_size - 1)
+    assert verify(out).problems == (f"{name}: its SHA-256 is not that of the file that was exported",)
+
+
+def test_the_sign_of_a_zero_and_another_dtype_differ_from_the_source(tmp_path: Path) -> None:
+    source = rewrite(tiny_q3(tmp_path / "source"), "model.norm.weight", torch.zeros_like)
+    out = export_of(source, tmp_path)
+    info = open_checkpoint(out).tensors["model.norm.weight"]
+    flip(info.file, info.offset + 1, 0x80)
+    assert verify(sealed(out), source).problems == ("model.norm.weight: differs from the source",)
+    tensors = load_file(info.file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, info.file, {"format": "pt"})
+    assert "model.norm.weight: F32, expected BF16" in verify(sealed(out), source).problems
+
+
+def test_an_export_that_recorded_no_digests_is_read_as_before(q3: tuple[Path, Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(q3[1], tmp_path / "copy"))
+    file = copy / "eampq" / "eampq.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "sha256"}))
+    assert verify(copy, q3[0]).problems == ()
+
+
+def flip(file: Path, offset: int, mask: int = 1) -> None:
+    """Change bits of one byte of a file."""
+    data = bytearray(file.read_bytes())
+    data[offset] ^= mask
+    file.write_bytes(data)
 
 
 def test_a_sidecar_value_that_is_not_finite_is_named(q3: tuple[Path, Path], tmp_path: Path) -> None:

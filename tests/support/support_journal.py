@@ -5,6 +5,7 @@ make_journal(source, folder, ...)   every linear of the source (or those `only` 
                                     would have them; returns the journal folder
 rtn(weight, ...)                    codes, scale and zero of one matrix
 export_of(source, folder, ...)      journal and export in one step; returns the export folder
+sealed(export)                      records the weight files as they are now, as if they had been exported so
 edit_layer(journal, layer, change)  change a layer's tensors behind calibration's back
 dequantized_twin(source, export, folder)   the source in float32 with every packed matrix as its export holds it,
                                     rotation and channel scales taken back
@@ -133,6 +134,15 @@ def export_of(source: Path, folder: Path, **settings: Any) -> Path:
     journal = make_journal(source, folder / "journal", **settings)
     export(source, journal, folder / "export")
     return folder / "export"
+
+
+def sealed(folder: Path) -> Path:
+    """An export that was changed, with its weight files as they are now: what a bad writer would leave."""
+    file = folder / "eampq" / "eampq.json"
+    record = json.loads(file.read_text())
+    record["sha256"] = {name: file_sha256(folder / name) for name in record["sha256"] if (folder / name).exists()}
+    file.write_text(json.dumps(record))
+    return folder
 
 
 def dequantized_twin(source: Path, exported_folder: Path, folder: Path) -> Path:
