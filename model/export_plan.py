@@ -108,7 +108,7 @@ def ignored_modules(unpacked: Iterable[tuple[str, int]], *, tied_head: str | Non
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
     """Sorts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def tensor_parallel_sizes(linears: Iterable[Linear], *, symmetric: bool, group_size: int = 64) -> dict[str, list[int]]:

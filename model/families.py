@@ -306,7 +306,7 @@ def mtp_tensors(checkpoint: Checkpoint, family: Family) -> list[str]:
 
     def is_mtp(name: str) -> bool:
         number = name.removeprefix(f"{prefix}layers.").split(".")[0]
-        extra = name.startswith(f"{prefix}layers.") and number.isdigit() and int(number) >= first
+        extra = name.startswith(f"{prefix}layers.") and number.isdecimal() and int(number) >= first
         return extra or name.startswith(("mtp.", f"{prefix}mtp."))
 
     return [name for name in checkpoint.tensors if is_mtp(name)]

@@ -17,6 +17,7 @@ from glm5_quant.model.errors import UserError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
 MAX_ELEMENTS = 2**63 - 1
+MAX_NAME = 4096  # letters
 MAX_DIMENSIONS = 64  # a list of a million sizes would keep us multiplying
 
 BITS = {
@@ -130,7 +131,15 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_ELEMENTS
 
 
+def _check_name(name: str, path: Path) -> None:
+    """JSON can spell halves of characters, which no file of ours can hold."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        expected = f"{MAX_NAME} printable letters at most"
+        raise UserError("bad name of a tensor", file=path, found=ascii(name)[:80], expected=expected)
+
+
 def _entry(name: str, value: object, path: Path, data_start: int) -> TensorInfo:
+    _check_name(name, path)
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise UserError(
             "bad entry in a safetensors header", file=path, item=name, expected="dtype, shape, data_offsets"

@@ -57,6 +57,9 @@ LIES: dict[str, tuple[Any, bytes, str]] = {
     "not UTF-8": (b'{"\xff": 1}', b"", "not valid JSON"),
     "a list": (b"[]", b"", "no JSON object"),
     "nested without end": (b'{"a":' * 50_000, b"", "not valid JSON"),
+    "half a character in a name": ({"x\ud800y": ONE_F32}, b"1234", "bad name of a tensor"),
+    "a terminal's commands in a name": ({"x\x1b[2Jy": ONE_F32}, b"1234", "bad name of a tensor"),
+    "a name without end": ({"x" * 5000: ONE_F32}, b"1234", "bad name of a tensor"),
     "a name twice": (
         b'{"t":' + json.dumps(ONE_F32).encode() + b',"t":' + json.dumps(ONE_F32).encode() + b"}",
         b"1234",

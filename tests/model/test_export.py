@@ -194,6 +194,15 @@ def test_o13_mtp_tensors_are_carried_over_and_listed(glm, tmp_path):
     assert report.warnings == ()
 
 
+def test_names_with_digits_that_are_no_numbers_are_carried_over(tmp_path):
+    source = tiny_q3(tmp_path / "source")
+    odd = {"model.layers.\u00b2.weight": torch.ones(2), "\u00b2": torch.ones(3)}  # superscript two: a digit, no number
+    write_tensors(source, read_tensors(source) | odd)
+    export(source, make_journal(source, tmp_path / "journal"), tmp_path / "out")
+    after = read_tensors(tmp_path / "out")
+    assert all(torch.equal(after[name], tensor) for name, tensor in odd.items())
+
+
 def test_o13_mtp_in_a_file_of_its_own_is_carried_over(tmp_path):
     source = tiny_glm(tmp_path / "source")
     tensors = read_tensors(source)
