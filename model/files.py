@@ -17,6 +17,7 @@ from glm5_quant.model.safetensors_header import unique_pairs
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_JSON_BYTES = 200_000_000
+MAX_NAME_BYTES = 249  # a file has 6 more while it is written (atomic.part_name), and file systems allow 255
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 DOWNLOAD_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*"]
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -154,7 +155,8 @@ def side_files(folder: Path) -> list[Path]:
     """Everything but weights, indexes, config.json, hidden files and caches, in name order.
 
     UserError for a link that leads out of the folder (other than into the hub cache it lies in): copying it would
-    publish a stranger's file; and for a name that is no text, which no list of files can hold.
+    publish a stranger's file; for a link to nothing, and what may not be read, which would be missing in the copy; and
+    for a name that is no text, which no list of files can hold, or too long to be written.
     """
     kept = []
     for path in sorted(folder.rglob("*")):
@@ -162,6 +164,7 @@ def side_files(folder: Path) -> list[Path]:
         hidden = any(part.startswith(".") or part == "__pycache__" for part in parts)
         if hidden or parts == ("config.json",) or path.name.endswith(WEIGHT_ENDINGS + LEFT_BEHIND_ENDINGS):
             continue
+        _check_readable(path)
         if path.is_file():
             _check_name(path.relative_to(folder), folder)
             _check_link(path, folder)
@@ -169,7 +172,18 @@ def side_files(folder: Path) -> list[Path]:
     return kept
 
 
+def _check_readable(path: Path) -> None:
+    if not path.exists():
+        hint = "Download the model again, or remove the link"
+        raise UserError("a link leads to nothing", file=path, found=path.readlink(), hint=hint)
+    if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+        raise UserError("may not be read", file=path, hint="Change its rights, or move it away")
+
+
 def _check_name(name: Path, folder: Path) -> None:
+    if len(os.fsencode(name.name)) > MAX_NAME_BYTES:
+        found, expected = f"{len(os.fsencode(name.name))} bytes", f"{MAX_NAME_BYTES} at most"
+        raise UserError("a file's name is too long", file=folder / name, found=found, expected=expected)
     try:
         str(name).encode()
     except UnicodeEncodeError:

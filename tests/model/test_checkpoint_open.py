@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import time
@@ -345,6 +346,26 @@ def test_a_side_file_that_links_out_of_the_folder_is_refused(q3: Path, tmp_path:
     (tmp_path / "key").write_text("secret")
     (q3 / "tokenizer.model").symlink_to(tmp_path / "key")
     with pytest.raises(UserError, match=r"tokenizer.model: a link leads out"):
+        open_checkpoint(q3).side_files()
+
+
+def test_a_side_file_that_would_be_missing_in_a_copy_is_refused(q3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (q3 / "LICENSE").symlink_to("blobs/gone")
+    with pytest.raises(UserError, match=r"LICENSE: a link leads to nothing; found blobs/gone"):
+        open_checkpoint(q3).side_files()
+    (q3 / "LICENSE").unlink()
+    (q3 / "sub").mkdir()
+    (q3 / "sub" / "code.py").write_text("")
+    allowed = os.access
+    for name in ("sub", "code.py"):  # rights do not bind whoever runs tests as root
+        monkeypatch.setattr(os, "access", lambda path, mode, n=name: path.name != n and allowed(path, mode))
+        with pytest.raises(UserError, match=rf"{name}: may not be read"):
+            open_checkpoint(q3).side_files()
+    monkeypatch.setattr(os, "access", allowed)
+    (q3 / ("n" * 249)).write_text("")
+    assert len(open_checkpoint(q3).side_files()) == 3
+    (q3 / ("n" * 250)).write_text("")
+    with pytest.raises(UserError, match="a file's name is too long; found 250 bytes; expected 249 at most"):
         open_checkpoint(q3).side_files()
 
 
