@@ -19,7 +19,7 @@ from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.files import expanded
+from glm5_quant.model.files import DOWNLOAD_PATTERNS, expanded
 
 SHARD_2 = "model-00002-of-00002.safetensors"
 
@@ -299,6 +299,14 @@ def test_a_hub_id_is_taken_from_the_cache_when_offline(
     assert [path.name for path in checkpoint.side_files()] == ["generation_config.json"]
     with pytest.raises(UserError, match=r"org/other: no such folder, and the hub does not give this model"):
         open_checkpoint("org/other")
+
+
+def test_a_download_has_the_model_card_and_the_papers_of_its_licence() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = ["README.md", "LICENSE", "LICENSE-MODEL", "LICENCE", "NOTICE", "USE_POLICY.md", "tokenizer.model"]
+    found = filter_repo_objects([*wanted, "pytorch_model.bin", "figures/a.png"], allow_patterns=DOWNLOAD_PATTERNS)
+    assert list(found) == wanted
 
 
 def test_remote_code_named_by_the_config_never_runs(q3: Path) -> None:
