@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,11 +114,26 @@ def fill(
     _refuse_missing(checkpoint, missing)
 
 
+def generation_config(folder: Path) -> Any | None:
+    """The folder's own generation settings, as `from_pretrained` takes them (several end tokens, for example)."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return None
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"not usable: {error}", file=file) from None
+
+
 def check_parameters(checkpoint: Checkpoint, family: Family) -> None:
-    """Raise what `fill` would raise of the whole model's names and shapes, from headers alone: no tensor is read.
+    """Raise what `fill` would raise of the whole model's names and shapes, from headers alone: no tensor is read; and
+    what generation settings would stop it.
 
     Takes a source, or an export's `plain_view`.
     """
+    generation_config(checkpoint.folder)
     model = build_empty(checkpoint, checkpoint.dtype)
     prefix, missing, has_stacks = name_prefix(checkpoint), [], False
     for full, old in model.state_dict(keep_vars=True).items():

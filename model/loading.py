@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow, block_count, from_codes, padded_k
-from glm5_quant.model.build import build_empty, fill, fp32_patterns
+from glm5_quant.model.build import build_empty, fill, fp32_patterns, generation_config
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import Exported, as_exported
@@ -102,7 +102,7 @@ def load(
     fill(model, "", plain, family, dtype, keep_fp32=keep_fp32, skip=lambda name: name.startswith(rest))
     for path in outer_parts(model):
         placement.put(model.get_submodule(path), path)
-    _generation_config(model, plain)
+    model.generation_config = generation_config(plain.folder) or model.generation_config
     model.glm5_quant = _summary(exported, packer, compensated, dtype)
     model.packed_count = model.glm5_quant.packed_count
     if exported:
@@ -306,17 +306,6 @@ def _shadow(experts: list[dict[str, Tensor] | None]) -> Shadow | None:
 
 def _matrix_bytes(packed: PackedMatrix) -> int:
     return packed.codes.nbytes + packed.scale.nbytes + packed.zero.nbytes
-
-
-def _generation_config(model: Any, plain: Checkpoint) -> None:
-    """The folder's own generation settings, as `from_pretrained` takes them (several end tokens, for example)."""
-    if (plain.folder / "generation_config.json").is_file():
-        from transformers import GenerationConfig
-
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(plain.folder)
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"not usable: {error}", file=plain.folder / "generation_config.json") from None
 
 
 def _summary(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support_journal import export_of
 from support_models import (
     ALL_TYPES,
     edit_config,
@@ -21,6 +22,9 @@ from support_models import (
     write_tensors,
 )
 
+from glm5_quant.calibrate.plan import make_plan
+from glm5_quant.calibrate.settings import Settings
+from glm5_quant.model import verify
 from glm5_quant.model.build import build_empty, check_parameters, fill
 from glm5_quant.model.checkpoint import Checkpoint, open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -46,6 +50,19 @@ def test_stacked_experts_and_a_tied_head_pass(tmp_path: Path) -> None:
     tied = tiny("qwen3_moe", tmp_path / "tied", tie_word_embeddings=True)
     assert "lm_head.weight" not in read_tensors(tied)
     check(tied)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"cache_implementation": "none of them"}'])
+def test_generation_settings_that_no_model_can_be_loaded_with_are_told_before_work(tmp_path: Path, text: str) -> None:
+    source = tiny_q3(tmp_path / "source")
+    out = export_of(source, tmp_path)
+    for folder in (source, out):
+        (folder / "generation_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"generation_config.json: not usable"):
+        make_plan(open_checkpoint(source), Settings(), tmp_path / "work")
+    report = verify(out)
+    assert "generation_config.json: not usable" in report.problems[0]
+    assert not any(verdict.loads for verdict in report.runtimes)
 
 
 NARROW = "model.layers.1.mlp.experts.2.up_proj.weight"
