@@ -19,6 +19,8 @@ VLLM_GROUP_SIZES = (32, 64, 128)
 OWN_GROUP_SIZE = 64
 OWN_TYPES = ("glm5_ref",)
 STACKED_TYPES = ("granitemoe",)
+# Servers join these into one matrix. Its class was looked up before the names of its parts (vLLM pull request 49483).
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _SHOWN = 3
 
 
@@ -46,7 +48,9 @@ def runtime_verdicts(
         _verdict("glm5-quant", fault or facts.own_obstacle(), "", "glm5_quant.model.load(folder)", "tested"),
         _verdict("compressed-tensors", fault or library, ignored, "PackedQuantizationCompressor", "tested"),
         _verdict("transformers", fault or facts.transformers_obstacle(), ignored, facts.transformers_call(), "tested"),
-        _verdict("vLLM", fault or facts.vllm_obstacle(), ignored, "vllm serve FOLDER", "rule"),
+        _verdict(
+            "vLLM", fault or facts.vllm_obstacle(), _joined(facts.vllm_remark(), ignored), "vllm serve FOLDER", "rule"
+        ),
         _verdict("SGLang", fault or facts.sglang_obstacle(), ignored, "--model-path FOLDER", "rule"),
     ]
     return tuple(verdicts)
@@ -56,6 +60,10 @@ def _verdict(runtime: str, obstacle: str, remark: str, how: str, basis: Literal[
     return RuntimeVerdict(
         runtime=runtime, loads=not obstacle, reason=obstacle or remark, how="" if obstacle else how, basis=basis
     )
+
+
+def _joined(*remarks: str) -> str:
+    return "; ".join(remark for remark in remarks if remark)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,8 @@ class _Facts:
     rotated: bool
     activations: str
     packed_embedding: bool
+    packed_head: bool
+    fused_in_eight: bool
 
     @classmethod
     def of(cls, exported: Exported) -> _Facts:
@@ -85,6 +95,8 @@ class _Facts:
             rotated=exported.scheme.inputs.rotation == "full",
             activations=exported.scheme.inputs.activations,
             packed_embedding=any(module.endswith("embed_tokens") for module in exported.shapes),
+            packed_head=any(module.endswith("lm_head") for module in exported.shapes),
+            fused_in_eight=any(module.rpartition(".")[2] in FUSED for module in exported.eight),
         )
 
     def own_obstacle(self) -> str:
@@ -137,9 +149,16 @@ class _Facts:
             return "scales are F32; vLLM's INT4 kernels compute in BF16 or FP16"
         return ""
 
+    def vllm_remark(self) -> str:
+        return "its 8-bit parts need a vLLM with pull request 49483 (July 2026)" if self.fused_in_eight else ""
+
     def sglang_obstacle(self) -> str:
         if obstacle := self.vllm_obstacle():
             return obstacle.replace("vLLM", "SGLang")
+        if self.fused_in_eight:
+            return "SGLang takes 8-bit matrices that it fuses (q, k, v; gate, up) for 4-bit ones"
+        if self.packed_head:
+            return "SGLang before August 2026 leaves a packed head unread, without a word: its logits are nonsense"
         if self.has_experts and not self.symmetric:
             return "SGLang 0.5.23 computes asymmetric experts wrongly; export a --symmetric calibration"
         return ""

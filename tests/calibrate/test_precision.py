@@ -110,6 +110,18 @@ def test_numeric_rows_of_an_8_bit_head_are_those_of_the_source(tmp_path: Path) -
     source = open_checkpoint(model).read("model.embed_tokens.weight")
     assert torch.equal(loaded.lm_head.row_weight, source[rows])
     assert verify(out, source=model).ok
+    found = {one.runtime: one for one in verify(out).runtimes}
+    assert found["vLLM"].loads and "8-bit" not in found["vLLM"].reason
+    assert not found["SGLang"].loads and "leaves a packed head unread" in found["SGLang"].reason
+
+
+@pytest.mark.parametrize("part", ["attention", "dense_mlp"])
+def test_8_bit_parts_that_servers_fuse_do_not_load_in_each_of_them(part: str, tmp_path: Path) -> None:
+    out = exported(tiny("llama", tmp_path / "m"), tmp_path, int8=(part,))
+    found = {one.runtime: one for one in verify(out).runtimes}
+    assert found["transformers"].loads
+    assert found["vLLM"].loads and "pull request 49483" in found["vLLM"].reason
+    assert not found["SGLang"].loads and "for 4-bit ones" in found["SGLang"].reason
 
 
 @pytest.mark.parametrize("int8", [("embed_tokens",), ("embed_tokens", "lm_head")])
