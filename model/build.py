@@ -55,21 +55,26 @@ def build_empty(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         reason = " ".join(str(error).split())[:300]
         problem = f"no model can be built from this config: {type(error).__name__}: {reason}"
         raise UserError(problem, file=checkpoint.config_file) from error
-    _make_buffers(model)
+    _make_buffers(model, checkpoint.config_file)
     return model.eval().requires_grad_(False)
 
 
-def _make_buffers(model: Any) -> None:
-    """Give buffers that no file holds their values as `from_pretrained` does: by the model's own `_init_weights`."""
+def _make_buffers(model: Any, config_file: Path) -> None:
+    """Give buffers that no file holds their values as `from_pretrained` does: by the model's own `_init_weights`.
+
+    UserError for values that are no numbers, as a `rope_theta` below 0 makes them.
+    """
     for module in model.modules():
-        names = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
+        names = sorted(n for n in module._non_persistent_buffers_set if module._buffers[n] is not None)
         for name in names:
             module._buffers[name] = torch.full_like(module._buffers[name], torch.nan, device="cpu")
         if names:
             with torch.no_grad():
                 model._init_weights(module)
         for name in names:
-            assert not module._buffers[name].isnan().any(), f"{type(module).__name__}.{name} has no initializer"
+            if module._buffers[name].isnan().any():
+                item = f"{type(module).__name__}.{name}"
+                raise UserError("no numbers come out of this config", file=config_file, item=item)
 
 
 def fp32_patterns(model: Any, dtype: torch.dtype) -> tuple[str, ...]:

@@ -52,6 +52,13 @@ def test_stacked_experts_and_a_tied_head_pass(tmp_path: Path) -> None:
     check(tied)
 
 
+def test_rotary_settings_that_give_no_numbers_are_told_before_work(tmp_path: Path) -> None:
+    folder = tiny_q3(tmp_path)
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": -10_000.0})
+    with pytest.raises(UserError, match=r"config.json: Qwen3MoeRotaryEmbedding.inv_freq: no numbers come out of this"):
+        check(folder)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"cache_implementation": "none of them"}'])
 def test_generation_settings_that_no_model_can_be_loaded_with_are_told_before_work(tmp_path: Path, text: str) -> None:
     source = tiny_q3(tmp_path / "source")
