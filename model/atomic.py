@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.files import read_error
 
 PART_SUFFIX = ".part"
 _COPY_BYTES = 1 << 20
@@ -81,10 +82,19 @@ def json_bytes(value: Any) -> bytes:
 
 def copy_file(source: Path, target: Path) -> str:
     """Copy bytes (never links, modes or times) atomically; returns the SHA-256."""
-    with source.open("rb") as reader, atomic_file(target) as writer:
-        while chunk := reader.read(_COPY_BYTES):
+    with atomic_file(target) as writer:
+        for chunk in _chunks(source):
             writer.write(chunk)
     return writer.sha256
+
+
+def _chunks(source: Path) -> Iterator[bytes]:
+    try:
+        with source.open("rb") as reader:
+            while chunk := reader.read(_COPY_BYTES):
+                yield chunk
+    except OSError as error:
+        raise read_error(error, source) from None
 
 
 def sync_folder(folder: Path) -> None:

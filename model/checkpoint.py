@@ -23,7 +23,7 @@ from torch import Tensor
 
 from glm5_quant.model import fp8
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.files import read_json, side_files, source_folder, weight_files
+from glm5_quant.model.files import read_error, read_json, side_files, source_folder, weight_files
 from glm5_quant.model.safetensors_header import TensorInfo, read_header
 
 __all__ = ["Checkpoint", "TensorInfo", "open_checkpoint"]
@@ -191,16 +191,26 @@ class Checkpoint:
             raise UserError("values of this dtype cannot be read", file=info.file, item=info.name, found=info.dtype)
         dtype = DTYPES[info.dtype]
         buffer = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
-        view, done = buffer.numpy().data, 0
-        with self._lock:
-            handle = self._handle(info.file)
-            handle.seek(offset)
-            while done < len(view):
-                count = handle.readinto(view[done:])
-                if not count:
-                    raise UserError("the file became shorter while it was read", file=info.file, item=info.name)
-                done += count
+        try:
+            with self._lock:
+                complete = self._fill(buffer.numpy().data, info.file, offset)
+        except OSError as error:
+            raise read_error(error, info.file) from None
+        if not complete:
+            raise UserError("the file became shorter while it was read", file=info.file, item=info.name)
         return buffer.view(dtype).reshape(shape)
+
+    def _fill(self, view: memoryview, path: Path, offset: int) -> bool:
+        """Bytes of a file from `offset` on; False where it ends before `view` is full."""
+        handle = self._handle(path)
+        handle.seek(offset)
+        done = 0
+        while done < len(view):
+            count = handle.readinto(view[done:])
+            if not count:
+                return False
+            done += count
+        return True
 
     def _handle(self, path: Path) -> FileIO:
         if path in self._handles:
@@ -244,7 +254,7 @@ def open_checkpoint(path_or_hub_id: str | Path) -> Checkpoint:
     try:
         return _open(folder)
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", file=error.filename or folder) from error
+        raise read_error(error, Path(error.filename or folder)) from error
 
 
 def _open(folder: Path) -> Checkpoint:

@@ -67,6 +67,11 @@ def _download(hub_id: str) -> Path:
         ) from None
 
 
+def read_error(error: OSError, path: Path) -> UserError:
+    """The system's refusal to let a file be read, as one short message."""
+    return UserError(f"cannot be read: {error.strerror or error}", file=path)
+
+
 def read_json(path: Path, *, strict: bool = False) -> dict[str, Any]:
     """A JSON object from a file. UserError when it is missing, too large, no JSON, or (`strict`) names a key twice."""
     if not path.is_file():

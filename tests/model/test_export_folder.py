@@ -204,6 +204,15 @@ def test_an_interrupted_export_keeps_its_finished_shards(q3, tmp_path):
     assert report.shards_reused == 2
 
 
+@pytest.mark.parametrize("lost", ["model-00002-of-00002.safetensors", "generation_config.json"])
+def test_a_source_that_is_lost_during_an_export_is_named_and_not_the_output(tmp_path, lost):
+    source = tiny_q3(tmp_path / "source")
+    journal = make_journal(source, tmp_path / "journal")
+    with pytest.raises(UserError, match=rf"source/{lost}: .*cannot be read: No such file"):
+        export(source, journal, tmp_path / "out", progress=lambda *_: (source / lost).unlink(missing_ok=True))
+    assert not (tmp_path / "out").exists()
+
+
 def test_progress_counts_up_to_all_bytes(q3, tmp_path):
     seen = []
     report = export(*q3, tmp_path / "out", progress=lambda done, total, name: seen.append((done, total)))
