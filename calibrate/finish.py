@@ -73,13 +73,21 @@ class Matrix:
         return self.share * sum(changes) / size if size > 0 else 0.0
 
 
-def finish(journal: Journal, checkpoint: Checkpoint, items: Sequence[Linear], config: QuantConfig) -> FinishRecord:
-    """Buy shadows for the matrices `items`, write them and the record that completes the journal."""
+def finish(
+    journal: Journal,
+    checkpoint: Checkpoint,
+    items: Sequence[Linear],
+    config: QuantConfig,
+    tables_sha256: str | None = None,
+) -> FinishRecord:
+    """Buy shadows for the matrices `items`, write them and the record that completes the journal. `tables_sha256`: the
+    digest of head and embedding in 8 bits, which are written."""
     journal.finish_file.unlink(missing_ok=True)
     journal.shadow_file.unlink(missing_ok=True)
     budget = int(config.shadow_budget * fp16_bytes(items))
     market = _Market(journal, checkpoint, items, config) if budget else None
     record = market.buy(budget) if market else FinishRecord(expert_fp16_bytes=fp16_bytes(items))
+    record = record.model_copy(update={"tables_sha256": tables_sha256})
     write_record(journal.finish_file, record)
     return record
 

@@ -36,14 +36,16 @@ def part_of(item: Linear, family: Family) -> str:
     return "shared_experts" if item.shared else "dense_mlp"
 
 
-def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, settings: Settings) -> None:
+def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, settings: Settings) -> str | None:
     """Write head and embedding to `layers/model.safetensors` in 8 bits, those of them that `settings` names.
+
+    Returns the digest of that file, None where there is none.
 
     A head that is tied to the embedding becomes a matrix of its own as soon as one of the two is stored so.
     """
     wanted = [name for name in (HEAD, EMBEDDING) if name in settings.int8]
     if not wanted:
-        return
+        return None
     path = {HEAD: HEAD, EMBEDDING: f"model.{EMBEDDING}"}
     stored = {name: disk_name(checkpoint, family, f"{path[name]}.weight") for name in path}
     tied, table = stored[HEAD] is None, stored[EMBEDDING]
@@ -57,7 +59,7 @@ def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, setti
     if tied and HEAD not in wanted:
         tensors[f"{HEAD}.weight"] = checkpoint.read(table)
     specs = [Spec(name, DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in tensors.items()]
-    write_shard(journal.folder / "layers" / "model.safetensors", specs, tensors.__getitem__)
+    return write_shard(journal.tables_file, specs, tensors.__getitem__).sha256
 
 
 def _eight(checkpoint: Checkpoint, source: str, module: str, group_size: int) -> dict[str, Tensor]:

@@ -200,8 +200,8 @@ class _Run:
                 raise StoppedSafely(f"{layer} of {self.journal.manifest.layers} layers are finished")
             inputs = self._layer(layer, inputs)
         shutil.rmtree(self.journal.folder / "stream", ignore_errors=True)
-        write_tables(self.journal, self.checkpoint, self.context.runner.family, self.context.settings)
-        finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant)
+        tables = write_tables(self.journal, self.checkpoint, self.context.runner.family, self.context.settings)
+        finish(self.journal, self.checkpoint, self.offering, self.context.settings.quant, tables)
 
     def _start(self) -> dict[str, Tensor]:
         """Embed all windows: the boundary of layer 0, the same in both streams."""

@@ -35,7 +35,7 @@ from glm5_quant.model.verifying import check_structure
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _AGAIN = "Run `glm5-quant calibrate` again with --resume never"
-_SHADOWS_AGAIN = "Remove finish.json beside it, and run the same `glm5-quant calibrate` again: it makes both anew"
+_FINISH_AGAIN = "Remove finish.json of the journal, and run the same `glm5-quant calibrate` again: it makes both anew"
 _SLACK_BYTES = 1 << 16  # headers, index, directory blocks
 Progress = Callable[[int, int, str], None]
 
@@ -204,7 +204,7 @@ def _open(source: Checkpoint, journal_folder: Path) -> _Inputs:
 
 
 def _layer_files(journal: Journal) -> list[Path]:
-    extra = journal.folder / "layers" / "model.safetensors"
+    extra = journal.tables_file
     files = [journal.layer_file(layer) for layer in range(journal.manifest.layers)]
     shadows = [journal.shadow_file] if journal.finish_record().shadows_sha256 else []
     return files + ([extra] if extra.exists() else []) + shadows
@@ -218,9 +218,13 @@ def _check_layers(journal: Journal) -> None:
             raise UserError("a finished layer lacks its file", file=path, hint=_AGAIN)
         if file_sha256(path) != journal.record(layer).file_sha256:
             raise UserError("a finished layer's file is not what was written", file=path, hint=_AGAIN)
-    path, digest = journal.shadow_file, journal.finish_record().shadows_sha256
-    if digest is not None and (not path.exists() or file_sha256(path) != digest):
-        raise UserError("the shadows are missing or not what was written", file=path, hint=_SHADOWS_AGAIN)
+    record = journal.finish_record()
+    for what, path, digest in (
+        ("the shadows", journal.shadow_file, record.shadows_sha256),
+        ("head and embedding in 8 bits", journal.tables_file, record.tables_sha256),
+    ):
+        if digest is not None and (not path.exists() or file_sha256(path) != digest):
+            raise UserError(f"{what} are missing or not what was written", file=path, hint=_FINISH_AGAIN)
 
 
 def _check_source(source: Checkpoint, journal: Journal) -> None:

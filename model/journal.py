@@ -170,13 +170,15 @@ class SamplesRecord(_Record):
 class FinishRecord(_Record):
     """The step after the last layer: shadows bought for the whole model under one byte budget.
 
-    `shadows_sha256` is None where none were bought and there is no file. `columns` counts single columns, `experts`
-    names those kept whole. `gain` is the share of the experts' weighted relative error that the shadows remove by
-    estimate; `held_out_gain` the same, of what tokens kept out of their fit could judge; `refused_layers` lists layers
-    whose shadows would have raised the error there.
+    `shadows_sha256` is None where none were bought and there is no file, `tables_sha256` where neither head nor
+    embedding is stored in 8 bits (and in early journals). `columns` counts single columns, `experts` names those kept
+    whole. `gain` is the share of the experts' weighted relative error that the shadows remove by estimate;
+    `held_out_gain` the same, of what tokens kept out of their fit could judge; `refused_layers` lists layers whose
+    shadows would have raised the error there.
     """
 
     shadows_sha256: str | None = None
+    tables_sha256: str | None = None
     budget_bytes: int = 0
     spent_bytes: int = 0
     expert_fp16_bytes: int = 0
@@ -211,6 +213,11 @@ class Journal:
     @property
     def shadow_file(self) -> Path:
         return self.folder / "shadows.safetensors"
+
+    @property
+    def tables_file(self) -> Path:
+        """Head and embedding, where they are stored in 8 bits."""
+        return self.folder / "layers" / "model.safetensors"
 
     @property
     def finish_file(self) -> Path:

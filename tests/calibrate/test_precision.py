@@ -115,6 +115,21 @@ def test_numeric_rows_of_an_8_bit_head_are_those_of_the_source(tmp_path: Path) -
     assert not found["SGLang"].loads and "leaves a packed head unread" in found["SGLang"].reason
 
 
+def test_a_head_in_8_bits_that_is_lost_or_damaged_in_the_journal_stops_the_export(tmp_path: Path) -> None:
+    model, work = tiny("llama", tmp_path / "m"), tmp_path / "w"
+    report = small(model, work, int8=("lm_head",))
+    file = report.journal / "layers" / "model.safetensors"
+    good = file.read_bytes()
+    for bad in (bytes([*good[:-1], good[-1] ^ 1]), None):
+        file.write_bytes(bad) if bad else file.unlink()
+        with pytest.raises(UserError, match="head and embedding in 8 bits are missing or not what was written"):
+            export(model, report.journal, tmp_path / "out")
+    (report.journal / "finish.json").unlink()  # what the message says
+    small(model, work, int8=("lm_head",))
+    assert file.read_bytes() == good
+    assert export(model, report.journal, tmp_path / "out").packed_linears == 15
+
+
 @pytest.mark.parametrize("part", ["attention", "dense_mlp"])
 def test_8_bit_parts_that_servers_fuse_do_not_load_in_each_of_them(part: str, tmp_path: Path) -> None:
     out = exported(tiny("llama", tmp_path / "m"), tmp_path, int8=(part,))
