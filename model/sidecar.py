@@ -1,6 +1,7 @@
 """The `eampq/` folder of an export: what only this package reads. Never named in the index, so other readers skip it.
 
-    eampq/eampq.json                             settings, source fingerprint, what every matrix cost, list of tensors
+    eampq/eampq.json                             settings, source fingerprint, what every matrix cost, list of tensors,
+                                                 digests of all weight files
     eampq/eampq-00001-of-0000N.safetensors       the tensors
 
 Tensors, for a quantized linear M and a decoder layer P (`model.layers.12`); S shadow columns, N out, D hidden:
