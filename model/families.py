@@ -19,7 +19,7 @@ from torch import Tensor
 
 from glm5_quant.model.checkpoint import DTYPES, Checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.fp8 import WEIGHT_DTYPES, quantization_config
+from glm5_quant.model.fp8 import WEIGHT_DTYPES, check_left_over, quantization_config
 from glm5_quant.model.routing import check_routing
 
 Groups = tuple[tuple[str, ...], ...]
@@ -264,6 +264,7 @@ def linears(checkpoint: Checkpoint, family: Family) -> list[Linear]:
     """
     _refuse_unreadable(checkpoint)
     _refuse_quantized(checkpoint)
+    check_left_over(checkpoint.tensors)
     finder = _Finder(checkpoint, family)
     result: list[Linear] = []
     for layer in range(finder.config.num_hidden_layers):

@@ -119,6 +119,23 @@ def _scale_of(info: TensorInfo, stem: str, tensors: Mapping[str, TensorInfo], sc
     return scale
 
 
+def check_left_over(tensors: Mapping[str, TensorInfo]) -> None:
+    """Refuse parts of a quantized matrix beside a plain one: who knows whether that one needs them? An export has parts
+    of the same names."""
+    for name, info in tensors.items():
+        module, _, part = name.rpartition(".weight_")
+        plain = tensors.get(f"{module}.weight")
+        if plain is not None and part in ("packed", "scale", "zero_point", "shape"):
+            raise UserError(
+                "a part of a quantized matrix beside a plain one",
+                file=info.file,
+                item=name,
+                found=f"{plain.name} of {plain.dtype}",
+                expected="plain weights alone, or FP8 weights with their scales",
+                hint="Start from the original model",
+            )
+
+
 def widen(weight_NK: Tensor, scale_RC: Tensor, scheme: Fp8Scheme, *, first_row: int = 0, rows: int = 0) -> Tensor:
     """weight [N, K] FP8 times its block scales [R, C] -> float32 [N, K].
 

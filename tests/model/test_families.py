@@ -353,6 +353,16 @@ def test_a_model_that_is_int4_already_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.parametrize("part", ["weight_scale", "weight_zero_point", "weight_shape", "weight_packed"])
+def test_what_is_left_of_a_quantized_matrix_beside_a_plain_one_is_refused(tmp_path: Path, part: str) -> None:
+    folder = tiny_q3(tmp_path)
+    name = f"model.layers.0.self_attn.q_proj.{part}"
+    write_tensors(folder, read_tensors(folder) | {name: torch.ones(1)})
+    checkpoint = open_checkpoint(folder)
+    with pytest.raises(UserError, match=rf"{name}: a part of a quantized matrix beside a plain one; found .* of BF16"):
+        linears(checkpoint, family_of(checkpoint.config))
+
+
 def test_the_mtp_block_is_listed_and_never_quantized(tmp_path: Path) -> None:
     checkpoint, found = opened(tiny_glm(tmp_path))
     extra = mtp_tensors(checkpoint, family_of(checkpoint.config))
