@@ -96,6 +96,7 @@ class ModuleRecord(_Record):
     |W^ x~ - W x|^2 with x~ the input that the quantized layers before it leave. `held_out_rtn` has round-to-nearest in
     the place of W^, `held_out_floor` the source's own weight W: what the layers before did, and no rounding here. What
     W^ makes up for on purpose of what the residual stream lacks is no error, and left out of all of them.
+    `effective_tokens` and the errors of an expert that leans on its layer count what it leans on; `tokens` does not.
     """
 
     role: str
