@@ -146,7 +146,11 @@ class Evidence:
                         raise overflown("inputs hold NaN or infinite values", name, dtype)
 
     def lean_on(self, pool: Evidence, kappa: float) -> None:
-        """Move the moments to fit on toward the layer's by so many tokens' worth (EAMPQ step 2)."""
+        """Move the moments to fit on toward the layer's by so many tokens' worth (EAMPQ step 2).
+
+        Scales of inputs are those of its own tokens, if there are any."""
+        if self.sample is not None and not self.sample.parts:
+            self.sample = pool.sample
         for part, other in zip(self.parts, pool.parts, strict=True):
             part.fit.lean_on(other.fit, kappa)
 

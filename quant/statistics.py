@@ -2,8 +2,8 @@
 
 Dimensions: T tokens, K input channels.
 H = sum_t w_t x~_t x~_t^T / sum_t w_t over the quantized stream x~; G = sum_t w_t (x_t - x~_t) x~_t^T / sum_t w_t with
-the source stream x (EAMPQ's C - H). Sums are kept in float32; how the caller
-batches tokens changes the order in which they are added and rounded, and nothing else.
+the source stream x (EAMPQ's C - H). Sums are kept in float32; how the caller batches tokens changes the order in which
+they are added and rounded, and nothing else.
 """
 
 from __future__ import annotations
