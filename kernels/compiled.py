@@ -3,7 +3,8 @@
 Letters: E experts, N out, K in, T tokens, D hidden size, A experts a token chooses.
 
 An operator takes tensors and plain values, so a packed matrix travels in parts. Inside it is found again by its codes,
-so that what a backend made of it (its `forms`) is made once. `dispatch` imports this only while something is compiled.
+so that what a backend made of it (its `forms`) is made once; it goes when they go, and is made anew when any part was
+exchanged or written to. `dispatch` imports this only while something is compiled.
 """
 
 from __future__ import annotations
@@ -56,12 +57,14 @@ def _parts(packed: PackedMatrix) -> tuple[list[Tensor], str]:
 
 
 def _whole(tensors: list[Tensor], values: str, n: int, k: int) -> PackedMatrix:
-    """The matrix of `_parts`, the same object again as long as its codes live."""
-    known: PackedMatrix | None = _KNOWN.get(tensors[0])
-    if known is not None and known.scale is tensors[1] and known.zero is tensors[2]:
-        return known
+    """The matrix of `_parts`, the same object again as long as its codes live and every part is what it was."""
+    parts = [(part.data_ptr(), -1 if part.is_inference() else part._version) for part in tensors]
+    known = _KNOWN.get(tensors[0])
+    if known is not None and known[0] == (parts, values, n, k):
+        found: PackedMatrix = known[1]
+        return found
     resident, *marks = values.split()
-    rest = tensors[3:]
+    codes, scale, zero, *rest = (part.detach() for part in tensors)  # the tensor itself would keep its own key alive
     shadow = inputs = None
     if "shadow" in marks:
         columns, residual, offsets, *rest = rest
@@ -70,9 +73,8 @@ def _whole(tensors: list[Tensor], values: str, n: int, k: int) -> PackedMatrix:
     if formats:
         channel_scale = rest[0] if rest else None
         inputs = Inputs(hadamard="hadamard" in marks, activations=formats[0], channel_scale=channel_scale)
-    codes, scale, zero = tensors[:3]
     whole = PackedMatrix(codes, scale, zero, n, k, shadow, resident, inputs)
-    _KNOWN[codes] = whole
+    _KNOWN[tensors[0]] = (parts, values, n, k), whole
     return whole
 
 

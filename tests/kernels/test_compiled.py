@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from support_kernels import random_packed, random_routing, random_shadow, random
 from glm5_quant.kernels import compiled
 from glm5_quant.kernels.dispatch import experts, linear
 from glm5_quant.kernels.layout import Inputs, PackedMatrix
+from glm5_quant.model.modules import PackedLinear
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +55,38 @@ def test_what_a_backend_made_of_a_matrix_is_made_once() -> None:
     assert compiled._whole(tensors, values, 32, 64) is first
     moved = [tensors[0], tensors[1].clone(), tensors[2]]
     assert compiled._whole(moved, values, 32, 64) is not first
+
+
+def test_matrices_that_share_their_codes_are_told_apart() -> None:
+    packed, _ = random_packed(32, 64)
+    eight, shaded = (
+        replace(packed, inputs=Inputs(activations="int8")),
+        replace(packed, shadow=random_shadow(32, 64, [3])),
+    )
+    x = random_tokens(2, 64)
+    for one in (packed, eight, shaded, packed):
+        assert torch.equal(torch.compile(partial(linear, packed=one), backend="eager")(x), linear(x, one))
+
+
+def test_codes_that_are_overwritten_count_in_a_compiled_layer_at_once() -> None:
+    (packed, _), (other, _) = random_packed(32, 64), random_packed(32, 64, seed=1)
+    layer, wanted, x = PackedLinear(packed), PackedLinear(other), random_tokens(2, 64)
+    fast = torch.compile(layer, backend="eager")
+    assert torch.equal(fast(x), layer(x))
+    layer.load_state_dict(wanted.state_dict())
+    assert torch.equal(fast(x), wanted(x))
+
+
+def test_a_compiled_layer_leaves_no_codes_behind() -> None:
+    for make in (lambda: PackedLinear(random_packed(32, 64)[0]), lambda: PackedLinear(random_packed(512, 256)[0])):
+        layer = make()
+        codes = weakref.ref(layer.get_buffer("weight_codes"))
+        torch.compile(layer, backend="eager")(random_tokens(2, layer.in_features))
+        assert codes() in compiled._KNOWN
+        del layer
+        torch._dynamo.reset()
+        gc.collect()
+        assert codes() is None
 
 
 @pytest.mark.parametrize("int8", [None, False, True])
