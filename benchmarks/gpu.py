@@ -1,22 +1,24 @@
 """INT4 kernels on a GPU: correctness first, then times against torch bf16 and against the memory's own limit.
 
-    python benchmarks/gpu.py [--out result.json]      # needs no installed package; experts get 7 minutes (--budget-s)
+    python benchmarks/gpu.py [--out result.json]      # needs no installed package; no time is begun after --budget-s
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke   # the correctness part alone, on a CPU
 
 No time is reported when a number is wrong. Times are medians of CUDA graph replays over several matrices that together
 do not fit the L2 cache. The floor is the bytes that must be read (codes, scales, zero-points, tokens, results) over the
-copy bandwidth measured in the same run. Goals stand beside what is found.
+copy bandwidth measured in the same run. Goals stand beside what is found. Every row goes to stderr, and all so far to
+--out, as soon as it is known: a run that is cut off leaves what it found.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ except ImportError:  # a lent machine has this folder and nothing installed
     package.__path__ = [str(root / "src/glm5_quant"), str(root)]
     sys.modules["glm5_quant"] = package
 
-from glm5_quant.kernels.dispatch import experts, linear
+from glm5_quant.kernels.dispatch import experts, has_triton, linear
 from glm5_quant.kernels.layout import Inputs, PackedMatrix, Shadow, block_count, dequantize, padded_k
 
 DENSE_GOALS = {1: 2.6, 16: 2.6, 32: 2.2, 64: 1.6, 128: 1.0, 1024: 0.85, 4096: 0.85}  # times torch bf16
@@ -67,9 +69,8 @@ def routing(tokens: int, count: int, top: int, device: str) -> tuple[Tensor, Ten
     return index, torch.full((tokens, top), 1 / top, device=device)
 
 
-def check(device: str, dtypes: list[torch.dtype], wide: int) -> list[dict[str, Any]]:
+def check(device: str, dtypes: list[torch.dtype], wide: int) -> Iterator[dict[str, Any]]:
     """Every kernel against the exact reference; ragged shapes, shadows, every tile, activations of fewer bits."""
-    rows = []
     for dtype in dtypes:
         for n, k, extra in ((wide, 2 * wide, False), (wide + 8, wide + 37, True)):
             packed = matrix(n, k, device, dtype)
@@ -80,7 +81,7 @@ def check(device: str, dtypes: list[torch.dtype], wide: int) -> list[dict[str, A
                 x = torch.randn(tokens, k, device=device).to(dtype)
                 for name, chosen in (("linear", used), ("int8", eight)):
                     run = partial(linear, packed=chosen)
-                    rows.append(compare(f"{name} {dtype} {n}x{k} {tokens}", dtype, x, run))
+                    yield compare(f"{name} {dtype} {n}x{k} {tokens}", dtype, x, run)
         d, i, count = wide, wide // 2, 5
         gate_up, down = matrix(2 * i, d, device, dtype, (count,)), matrix(d, i, device, dtype, (count,))
         for tokens in (1, 17, 65, 257):
@@ -88,13 +89,15 @@ def check(device: str, dtypes: list[torch.dtype], wide: int) -> list[dict[str, A
             index[0, 0] = count
             x = torch.randn(tokens, d, device=device).to(dtype)
             run = partial(experts, index_TA=index, weight_TA=weight, gate_up=gate_up, down=down)
-            rows.append(compare(f"experts {dtype} {tokens}", dtype, x, run))
-    return rows
+            yield compare(f"experts {dtype} {tokens}", dtype, x, run)
 
 
 def compare(name: str, dtype: torch.dtype, x: Tensor, run: Callable[..., Tensor]) -> dict[str, Any]:
-    """Relative error of the Triton result against the exact one."""
-    exact, found = run(x.float(), backend="reference").double(), run(x, backend="triton").double()
+    """Relative error of the Triton result against the exact one; a kernel that fails is one that is not right."""
+    try:
+        exact, found = run(x.float(), backend="reference").double(), run(x, backend="triton").double()
+    except Exception as failure:  # Triton and CUDA raise kinds of their own, and the other kernels are to be seen too
+        return {"name": name, "failed": f"{type(failure).__name__}: {failure}", "right": False}
     error = float((found - exact).norm() / exact.norm())
     return {"name": name, "error": error, "right": error < BOUND[dtype]}
 
@@ -102,6 +105,7 @@ def compare(name: str, dtype: torch.dtype, x: Tensor, run: Callable[..., Tensor]
 def replayed_us(calls: list[Callable[[], object]], repeats: int = 12) -> float:
     """Median microseconds of one call, replaying a CUDA graph that runs all of them."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which may not have made the tensors yet
     with torch.cuda.stream(side):
         for call in calls[:2]:
             call()
@@ -133,23 +137,24 @@ def packed_bytes(packed: PackedMatrix) -> int:
     return sum(part.numel() * part.element_size() for part in (packed.codes, packed.scale, packed.zero))
 
 
-def time_dense(bytes_per_s: float) -> list[dict[str, Any]]:
+def time_dense(bytes_per_s: float, deadline: float) -> Iterator[dict[str, Any]]:
     """Dense shapes: ours, torch bf16, floor."""
-    rows = []
     for n, k in DENSE_SHAPES:
         copies = -(-L2_BYTES // (n * k // 2))
         packed = [matrix(n, k, "cuda", torch.bfloat16) for _ in range(copies)]
         full = [dequantize(m, torch.bfloat16) for m in packed[: -(-copies // 4)]]
         for tokens, goal in DENSE_GOALS.items():
+            if time.monotonic() > deadline:
+                yield {"shape": f"{n}x{k}", "tokens": tokens, "left_out": "no time left"}
+                continue
             x = torch.randn(tokens, k, device="cuda").bfloat16()
             ours = replayed_us([partial(linear, x, one) for one in packed])
             torch_us = replayed_us([partial(functional.linear, x, one) for one in full])
             floor = 1e6 * (packed_bytes(packed[0]) + 2 * tokens * (n + k)) / bytes_per_s
             ratio = torch_us / ours
             row = {"shape": f"{n}x{k}", "tokens": tokens, "times_bf16": ratio, "goal": goal, "reached": ratio >= goal}
-            rows.append(row | {"ours_us": ours, "bf16_us": torch_us, "floor_us": floor})
+            yield row | {"ours_us": ours, "bf16_us": torch_us, "floor_us": floor}
         del packed, full
-    return rows
 
 
 def plain_experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -162,15 +167,14 @@ def plain_experts(x: Tensor, index: Tensor, weight: Tensor, gate_up: Tensor, dow
     return torch.zeros_like(x).index_add_(0, token, part * weight.reshape(-1, 1)[order].to(x.dtype))
 
 
-def time_moe(bytes_per_s: float, deadline: float) -> list[dict[str, Any]]:
+def time_moe(bytes_per_s: float, deadline: float) -> Iterator[dict[str, Any]]:
     """A GLM-5 layer's routed experts: ours, torch bf16 with grouped products, floor over the experts that are used."""
     count, d, i, top = GLM5["experts"], GLM5["hidden"], GLM5["width"], GLM5["top"]
     gate_up, down = (matrix(n, k, "cuda", torch.bfloat16, (count,)) for n, k in ((2 * i, d), (d, i)))
     full = [torch.randn(count, n, k, device="cuda", dtype=torch.bfloat16).mul_(0.02) for n, k in ((2 * i, d), (d, i))]
-    rows = []
     for tokens in MOE_TOKENS:
         if time.monotonic() > deadline:
-            rows.append({"tokens": tokens, "left_out": "no time left"})
+            yield {"tokens": tokens, "left_out": "no time left"}
             continue
         index, weight = routing(tokens, count, top, "cuda")
         x = torch.randn(tokens, d, device="cuda").bfloat16()
@@ -183,34 +187,56 @@ def time_moe(bytes_per_s: float, deadline: float) -> list[dict[str, Any]]:
         used = int(index.unique().numel()) / count * (packed_bytes(gate_up) + packed_bytes(down))
         floor = 1e6 * (used + tokens * top * 2 * (d + i) + 2 * tokens * d) / bytes_per_s
         goal = MOE_GOALS_US.get(tokens)
-        rows.append({"tokens": tokens, "ours_us": ours, "bf16_us": torch_us, "floor_us": floor, "goal_us": goal})
-        rows[-1]["reached"] = None if goal is None else ours <= goal
-    return rows
+        row = {"tokens": tokens, "ours_us": ours, "bf16_us": torch_us, "floor_us": floor, "goal_us": goal}
+        yield row | {"reached": None if goal is None else ours <= goal}
+
+
+def fill(result: dict[str, Any], part: str, rows: Iterator[dict[str, Any]], out: Path | None) -> None:
+    """Add a part of the result row by row, each shown and written at once."""
+    result[part] = []
+    for row in rows:
+        result[part].append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        if out:
+            out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def unable(smoke: bool) -> str:
+    """Why nothing can be measured here, or nothing."""
+    if not has_triton():
+        return "the triton package is not installed"
+    if smoke:
+        return "" if os.environ.get("TRITON_INTERPRET") == "1" else "--smoke needs TRITON_INTERPRET=1"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set: kernels would run on the CPU; unset it, or add --smoke"
+    return "" if torch.cuda.is_available() else "no GPU found; TRITON_INTERPRET=1 with --smoke needs none"
 
 
 def main() -> int:
     """Print JSON; 1 if a number was wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="correctness only, small, fp16, on the CPU")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--budget-s", type=float, default=420.0)
+    parser.add_argument("--out", type=Path, help="file for the result, kept up to date as the run goes on")
+    parser.add_argument("--budget-s", type=float, default=420.0, help="no time is begun after so many seconds")
     options = parser.parse_args()
+    if reason := unable(options.smoke):
+        raise SystemExit(f"benchmarks/gpu.py: {reason}")
     started = time.monotonic()
     torch.manual_seed(0)
-    if options.smoke:
-        result: dict[str, Any] = {"device": "interpreter", "checks": check("cpu", [torch.float16], 64)}
-    else:
+    result: dict[str, Any] = {"device": "interpreter"}
+    if not options.smoke:
         import triton
 
-        name = torch.cuda.get_device_name()
-        result = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-        result["checks"] = check("cuda", [torch.float16, torch.bfloat16], 512)
+        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    checked = ("cpu", [torch.float16], 64) if options.smoke else ("cuda", [torch.float16, torch.bfloat16], 512)
+    fill(result, "checks", check(*checked), options.out)
     right = all(row["right"] for row in result["checks"])
     if right and not options.smoke:
-        result["bandwidth_bytes_per_s"] = bandwidth()
-        result["moe"] = time_moe(result["bandwidth_bytes_per_s"], started + options.budget_s)
+        result["bandwidth_bytes_per_s"] = bytes_per_s = bandwidth()
+        deadline = started + options.budget_s
+        fill(result, "moe", time_moe(bytes_per_s, deadline), options.out)
         torch.cuda.empty_cache()
-        result["dense"] = time_dense(result["bandwidth_bytes_per_s"])
+        fill(result, "dense", time_dense(bytes_per_s, deadline), options.out)
     result |= {"all_right": right, "seconds": round(time.monotonic() - started, 1)}
     text = json.dumps(result, indent=1)
     print(text)
