@@ -23,6 +23,7 @@ from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import GROUP, load_grid
 from glm5_quant.kernels.triton_host import kernel_input, launch_options, uses_asm
 
+EXACT = {"num_warps": 8, "enable_fp_fusion": False}  # of `_quantize`: every operation rounds as PyTorch's does
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as in quant/activation.py
 LOW_INT8 = tl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
 HIGH_INT8 = tl.constexpr("{.reg .b32 t; shr.b32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F;}")
@@ -47,17 +48,18 @@ def _quantize(
     x_BJ = tl.load(x_ptr + token * x_stride + at, mask=at < k, other=0.0).to(tl.float32)
     low_B, high_B = tl.minimum(tl.min(x_BJ, axis=1), 0.0), tl.maximum(tl.max(x_BJ, axis=1), 0.0)
     bottom_B, top_B = tl.zeros((BLOCKS,), tl.float32) - LEVELS, tl.zeros((BLOCKS,), tl.float32) + LEVELS
+    lost_B = tl.sum(x_BJ * 0.0, axis=1)  # NaN where an input is not finite, which minima and maxima pass over
     if not SYMMETRIC:
-        scale_B = tl.maximum(high_B / LEVELS - low_B / LEVELS, TINY)
-        share_B = (-low_B / 2) / tl.maximum(high_B / 2 - low_B / 2, TINY)
+        scale_B = tl.maximum(tl.div_rn(high_B, top_B) - tl.div_rn(low_B, top_B), TINY) + lost_B
+        share_B = tl.div_rn(low_B * -0.5, tl.maximum(high_B * 0.5 - low_B * 0.5, TINY))
         zero_B = (share_B * LEVELS + 12582912.0) - 12582912.0
         bottom_B, top_B = -zero_B, LEVELS - zero_B
     elif BY_BLOCK:
-        scale_B = tl.maximum(tl.maximum(high_B, -low_B) / LEVELS, TINY)
+        scale_B = tl.maximum(tl.div_rn(tl.maximum(high_B, -low_B), top_B), TINY) + lost_B
     else:
         peak = tl.max(tl.maximum(high_B, -low_B), axis=0)
-        scale_B = tl.zeros((BLOCKS,), tl.float32) + tl.maximum(peak / LEVELS, TINY)
-    ratio = x_BJ / scale_B[:, None]
+        scale_B = tl.maximum(tl.div_rn(peak + tl.zeros((BLOCKS,), tl.float32), top_B), TINY) + tl.sum(lost_B, axis=0)
+    ratio = tl.div_rn(x_BJ, scale_B[:, None] + tl.zeros_like(x_BJ))
     rounded = (ratio + 12582912.0) - 12582912.0  # nearest, ties to even: what is above 2^23 has no fraction
     codes_BJ = tl.minimum(tl.maximum(rounded, bottom_B[:, None]), top_B[:, None]).to(tl.int32)
     tl.store(codes_ptr + token * codes_stride + at, codes_BJ.to(tl.int8), mask=at < codes_stride)
@@ -146,7 +148,7 @@ def quantize(x_TK: Tensor, activations: str) -> Tokens:
     _quantize[(tokens,)](
         x_TK, codes, scale, sums, k, blocks, x_TK.stride(0), width, LEVELS=inputs.LEVELS[activations],
         BY_BLOCK=by_block, SYMMETRIC=activations != "int4-block", BLOCKS=triton.next_power_of_2(width // GROUP_SIZE),
-        num_warps=8,
+        **EXACT,
     )  # fmt: skip
     return Tokens(codes, scale, sums)
 

@@ -60,6 +60,19 @@ def test_dispatch_rounds_tokens_and_agrees_with_the_reference(activations: str, 
     assert relative_error(found, exact) < 5e-3
 
 
+@pytest.mark.parametrize("activations", FORMATS)
+def test_a_token_with_an_input_that_is_not_finite_stays_so_and_others_do_not_see_it(activations: str) -> None:
+    packed, _ = random_packed(40, 192, dtype=torch.float16)
+    channel = torch.ones(192) if activations == "int4-channel" else None
+    packed = replace(packed, inputs=Inputs(activations=activations, channel_scale=channel))
+    x = random_tokens(5, 192, torch.float16)
+    x[0, 7], x[2] = float("nan"), float("nan")
+    x[4, 100] = float("inf")
+    found, exact = linear(x, packed, backend="triton"), linear(x, packed, backend="reference")
+    assert found[[0, 2, 4]].isnan().all() and exact[[0, 2, 4]].isnan().all()
+    assert relative_error(found[[1, 3]], exact[[1, 3]]) < 1e-3
+
+
 def test_the_integer_kernel_says_what_it_needs() -> None:
     packed, _ = random_packed(8, 128, dtype=torch.float16)
     with pytest.raises(ValueError, match="needs an activation format"):

@@ -60,6 +60,13 @@ def test_instructions_per_weight_stay_within_the_budget(hopper: dict[str, Any], 
 
 
 @pytest.mark.slow
+def test_tokens_are_rounded_by_the_same_operations_as_in_pytorch() -> None:
+    names = ("quantize bf16 8", "quantize bf16 8 block")
+    for name, found in compile_for("cuda", "90", *names).items():
+        assert set(found["ptx"]) == {"div.rn.f32"}, name  # a fused or an approximate one can turn a tie the other way
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "arch", "names"),
     [

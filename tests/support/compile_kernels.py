@@ -36,6 +36,8 @@ def compile_one(
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if full[n][0] == "*" or n in STRIDES}
     source = ASTSource(fn=kernel, signature=full, constexprs=constants, attrs=aligned)
     options = {"num_warps": config.warps, "num_stages": config.stages}
+    if kernel is int8_triton._quantize:
+        options = int8_triton.EXACT
     return triton.compile(source, target=GPUTarget(*target), options=options)
 
 
@@ -98,14 +100,15 @@ def case(name: str, asm: bool) -> tuple[Any, dict[str, str], dict[str, Any], Con
     kind, half, tokens, *extra = name.split()
     kernels = {
         "linear": linear_triton._w4a16, "gate_up": experts_triton._gate_up, "down": experts_triton._down,
-        "int8": int8_triton._w4a8,
+        "int8": int8_triton._w4a8, "quantize": int8_triton._quantize,
     }  # fmt: skip
     kernel, config = kernels[kind], config_for(kind, int(tokens), 2048, 6144)
     types = pointers(f"*{half}")
     signature = {parameter.name: types.get(parameter.name, "i32") for parameter in kernel.params}
     wanted = {
         "BLOCK_R": config.block_r, "BLOCK_T": config.block_t, "BLOCK_M": config.block_t, "LEFT": config.block_t <= 16,
-        "EVEN_B": "ragged" not in extra, "SHADOW": "shadow" in extra, "INT8": False, "BY_BLOCK": False, "ASM": asm,
+        "EVEN_B": "ragged" not in extra, "SHADOW": "shadow" in extra, "INT8": False, "BY_BLOCK": "block" in extra,
+        "ASM": asm, "LEVELS": 15, "SYMMETRIC": "block" not in extra, "BLOCKS": 128,
     }  # fmt: skip
     constants = {key: value for key, value in wanted.items() if key in signature}
     return kernel, signature, constants, config, config.block_r * 128
@@ -120,6 +123,9 @@ def main(backend: str, arch: str, *names: str) -> None:
         found[name] = {"binary_bytes": len(compiled.asm["cubin" if backend == "cuda" else "hsaco"])}
         if target[:2] == ("cuda", 90):
             found[name] |= report(compiled, config, weights)
+            found[name]["ptx"] = dict(
+                Counter(re.findall(r"^\s+(?:@%p\d+ )?((?:div|fma)[\w.]+)", compiled.asm["ptx"], re.M))
+            )
     json.dump(found, sys.stdout)
 
 
