@@ -24,7 +24,7 @@ from glm5_quant.kernels.inputs import transform
 from glm5_quant.kernels.layout import PackedMatrix, block_count, expert, padded_k
 from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import add_shadow, few_tokens, many_tokens
-from glm5_quant.kernels.triton_host import kernel_input, launch_options, shadow_arguments, uses_asm
+from glm5_quant.kernels.triton_host import kernel_input, launch_options, shadow_arguments, uses_asm, without_gaps
 
 UNSORTED_PAIRS = 64
 TOKENS_AT_ONCE = 2048
@@ -141,6 +141,8 @@ def experts(
         _experts(x_TD[at], index_TA[at], weight_TA[at], gate_up, down)
         for at in (slice(start, start + TOKENS_AT_ONCE) for start in range(0, x_TD.shape[0], TOKENS_AT_ONCE))
     ]
+    if len(parts) == 1:
+        return parts[0]
     return torch.cat(parts) if parts else x_TD.new_empty(0, down.n)
 
 
@@ -189,6 +191,7 @@ def route(index_TA: Tensor, experts: int, tile: int) -> Tiles:
 def gate_up_silu(x_TD: Tensor, index_TA: Tensor, tiles: Tiles, gate_up: PackedMatrix, config: Config) -> Tensor:
     """silu(gate x) * up x for each pair that has an expert, [P, I padded to 128] in x's dtype; other rows are left."""
     x_TD, scale = kernel_input(x_TD, gate_up.scale)
+    codes, scale, zero = without_gaps(gate_up, scale)
     pairs, half, blocks = index_TA.numel(), gate_up.n // 2, block_count(gate_up.k)
     width = padded_k(half)
     hidden_PI = (x_TD.new_empty if width == half else x_TD.new_zeros)(pairs, width)
@@ -196,9 +199,9 @@ def gate_up_silu(x_TD: Tensor, index_TA: Tensor, tiles: Tiles, gate_up: PackedMa
     offsets = gate_up.shadow.offsets if gate_up.shadow and count else columns
     grid = (triton.cdiv(half, config.block_r // 2), tiles.expert_G.numel())
     _gate_up[grid](
-        x_TD, tiles.pair_GM, tiles.expert_G, gate_up.codes, scale, gate_up.zero, columns, residual, factor, offsets,
-        hidden_PI, pairs, index_TA.shape[1], gate_up.codes.shape[0], half, blocks, x_TD.stride(0),
-        gate_up.codes.stride(1), blocks, width, BLOCK_R=config.block_r, BLOCK_M=config.block_t,
+        x_TD, tiles.pair_GM, tiles.expert_G, codes, scale, zero, columns, residual, factor, offsets,
+        hidden_PI, pairs, index_TA.shape[1], codes.shape[0], half, blocks, x_TD.stride(0), codes.stride(1), blocks,
+        width, BLOCK_R=config.block_r, BLOCK_M=config.block_t,
         LEFT=config.block_t <= 16, EVEN_B=blocks % 2 == 0, SHADOW=count > 0, INT8=residual.dtype == torch.int8,
         ASM=uses_asm(), **launch_options(config),
     )  # fmt: skip
@@ -220,14 +223,15 @@ def gate_up_silu_plain(x_TD: Tensor, index_TA: Tensor, tiles: Tiles, gate_up: Pa
 def down_weighted(hidden_PI: Tensor, weight_TA: Tensor, tiles: Tiles, down: PackedMatrix, config: Config) -> Tensor:
     """weight * down(hidden) for each pair that has an expert, float32 [P, D]; other rows are left."""
     hidden_PI, scale = kernel_input(hidden_PI, down.scale)
+    codes, scale, zero = without_gaps(down, scale)
     pairs, blocks = hidden_PI.shape[0], block_count(down.k)
     parts_PD = torch.empty(pairs, down.n, dtype=torch.float32, device=hidden_PI.device)
     columns, residual, factor, count = shadow_arguments(down.shadow, hidden_PI)
     offsets = down.shadow.offsets if down.shadow and count else columns
     _down[(triton.cdiv(down.n, config.block_r), tiles.expert_G.numel())](
-        hidden_PI, tiles.pair_GM, tiles.expert_G, weight_TA, down.codes, scale, down.zero, columns, residual, factor,
-        offsets, parts_PD, pairs, down.codes.shape[0], down.n, blocks, hidden_PI.stride(0), down.codes.stride(1),
-        blocks, BLOCK_R=config.block_r, BLOCK_M=config.block_t, LEFT=config.block_t <= 16, EVEN_B=blocks % 2 == 0,
+        hidden_PI, tiles.pair_GM, tiles.expert_G, weight_TA, codes, scale, zero, columns, residual, factor, offsets,
+        parts_PD, pairs, codes.shape[0], down.n, blocks, hidden_PI.stride(0), codes.stride(1), blocks,
+        BLOCK_R=config.block_r, BLOCK_M=config.block_t, LEFT=config.block_t <= 16, EVEN_B=blocks % 2 == 0,
         SHADOW=count > 0, INT8=residual.dtype == torch.int8, ASM=uses_asm(), **launch_options(config),
     )  # fmt: skip
     return parts_PD

@@ -21,7 +21,7 @@ from glm5_quant.kernels.layout import GROUP_SIZE, PackedMatrix, block_count, pad
 from glm5_quant.kernels.linear_triton import finish
 from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import GROUP, load_grid
-from glm5_quant.kernels.triton_host import kernel_input, launch_options, uses_asm
+from glm5_quant.kernels.triton_host import kernel_input, launch_options, uses_asm, without_gaps
 
 EXACT = {"num_warps": 8, "enable_fp_fusion": False}  # of `_quantize`: every operation rounds as PyTorch's does
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32, as in quant/activation.py
@@ -166,9 +166,10 @@ def w4a8(tokens: Tokens, packed: PackedMatrix, scale_NB: Tensor, config: Config)
     splits = -(-pairs // per_split)
     parts_STN = torch.empty(splits, count, packed.n, dtype=torch.float32, device=tokens.codes.device)
     block_t = max(config.block_t, 16)
+    codes, scale_NB, zero = without_gaps(packed, scale_NB)
     _w4a8[(triton.cdiv(packed.n, config.block_r), triton.cdiv(count, block_t), splits)](
-        *tokens[:1], tokens.scale, tokens.sums, packed.codes, scale_NB, packed.zero, parts_STN, count, packed.n, blocks,
-        tokens.codes.stride(0), packed.codes.stride(0), scale_NB.stride(0), packed.zero.stride(0), per_split,
+        *tokens[:1], tokens.scale, tokens.sums, codes, scale_NB, zero, parts_STN, count, packed.n, blocks,
+        tokens.codes.stride(0), codes.stride(0), scale_NB.stride(0), zero.stride(0), per_split,
         BLOCK_R=config.block_r, BLOCK_T=block_t, EVEN_B=blocks % 2 == 0, BY_BLOCK=tokens.scale.shape[1] > 1,
         ASM=uses_asm(), **launch_options(config),
     )  # fmt: skip

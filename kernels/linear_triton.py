@@ -23,7 +23,7 @@ from glm5_quant.kernels.inputs import transform
 from glm5_quant.kernels.layout import PackedMatrix, block_count, dequantize, padded_k
 from glm5_quant.kernels.table import Config, config_for
 from glm5_quant.kernels.triton_blocks import add_shadow, few_tokens, many_tokens
-from glm5_quant.kernels.triton_host import kernel_input, launch_options, shadow_arguments, uses_asm
+from glm5_quant.kernels.triton_host import kernel_input, launch_options, shadow_arguments, uses_asm, without_gaps
 
 
 @triton.jit
@@ -87,9 +87,10 @@ def w4a16(x_TK: Tensor, packed: PackedMatrix, scale_NB: Tensor, config: Config) 
     parts_STN = torch.empty(splits, tokens, packed.n, dtype=torch.float32, device=x_TK.device)
     grid = (triton.cdiv(packed.n, config.block_r), triton.cdiv(tokens, config.block_t), splits)
     columns, residual, factor, count = shadow_arguments(packed.shadow, x_TK)
+    codes, scale_NB, zero = without_gaps(packed, scale_NB)
     _w4a16[grid](
-        x_TK, packed.codes, scale_NB, packed.zero, parts_STN, columns, residual, factor, tokens, packed.n, blocks,
-        x_TK.stride(0), packed.codes.stride(0), scale_NB.stride(0), packed.zero.stride(0), count, per_split,
+        x_TK, codes, scale_NB, zero, parts_STN, columns, residual, factor, tokens, packed.n, blocks,
+        x_TK.stride(0), codes.stride(0), scale_NB.stride(0), zero.stride(0), count, per_split,
         BLOCK_R=config.block_r, BLOCK_T=config.block_t, LEFT=config.block_t <= 16, EVEN_B=blocks % 2 == 0,
         SHADOW=count > 0, INT8=residual.dtype == torch.int8, ASM=uses_asm(), **launch_options(config),
     )  # fmt: skip
@@ -110,7 +111,7 @@ def w4a16_plain(x_TK: Tensor, packed: PackedMatrix, scale_NB: Tensor, config: Co
 def finish(parts_STN: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
     """out = sum of parts + bias, rounded once to out's dtype."""
     splits, size = parts_STN.shape[0], out_TN.numel()
-    bias = out_TN if bias_N is None else bias_N
+    bias = out_TN if bias_N is None else bias_N.contiguous()
     _finish[(triton.cdiv(size, 1024),)](
         parts_STN, bias, out_TN, size, out_TN.shape[1], SPLITS=splits, BIAS=bias_N is not None, BLOCK=1024
     )

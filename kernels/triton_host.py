@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from glm5_quant.kernels.layout import PAIR, Shadow, padded_k
+from glm5_quant.kernels.layout import PAIR, PackedMatrix, Shadow, padded_k
 from glm5_quant.kernels.table import Config
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -53,9 +53,14 @@ def kernel_input(x_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return (x_TK if x_TK.stride(-1) == 1 else x_TK.contiguous()), scale
 
 
+def without_gaps(packed: PackedMatrix, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero-points as the kernels read them, one row after another; copied only where they are not."""
+    return packed.codes.contiguous(), scale.contiguous(), packed.zero.contiguous()
+
+
 def shadow_arguments(shadow: Shadow | None, spare: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Columns, residual, factors and their count; `spare` stands in for what is absent and is never read."""
     if shadow is None or not shadow.columns.numel():
         return spare, spare, spare, 0
     factor = spare if shadow.scale is None else shadow.scale
-    return shadow.columns, shadow.residual, factor, shadow.columns.numel()
+    return shadow.columns.contiguous(), shadow.residual.contiguous(), factor.contiguous(), shadow.columns.numel()

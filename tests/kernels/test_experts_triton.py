@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 from glm5_quant.kernels import experts_triton as kernels
 from glm5_quant.kernels.dispatch import experts
-from glm5_quant.kernels.layout import Inputs
+from glm5_quant.kernels.layout import Inputs, PackedMatrix
 from glm5_quant.kernels.table import Config
 
 FEW = Config(block_r=32, block_t=8, warps=1, stages=1)
@@ -125,6 +125,16 @@ def test_inputs_are_rotated_before_each_projection() -> None:
     found = experts(x, index, weight, gate_up, down, backend="triton")
     exact = experts(x.float(), index, weight, gate_up, down, backend="reference")
     assert relative_error(found, exact) < 2 * BOUND
+
+
+def test_a_stack_whose_parts_are_views_of_a_larger_one_is_read_right() -> None:
+    gate_up, down = random_packed(128, 64, 3, dtype=torch.float16)[0], random_packed(64, 64, 3, seed=1)[0]
+    wide = [part.repeat_interleave(2, 1)[:, ::2] for part in (gate_up.codes, gate_up.scale, gate_up.zero)]
+    high = [part.repeat_interleave(2, 1)[:, ::2] for part in (down.codes, down.scale, down.zero)]
+    index, weight = random_routing(5, 3, 2)
+    x = random_tokens(5, 64, torch.float16)
+    found = experts(x, index, weight, PackedMatrix(*wide, 128, 64), PackedMatrix(*high, 64, 64), backend="triton")
+    assert torch.equal(found, experts(x, index, weight, gate_up, down, backend="triton"))
 
 
 def test_only_silu_experts_are_computed() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from glm5_quant.kernels import linear_triton, triton_host
 from glm5_quant.kernels.dispatch import linear
+from glm5_quant.kernels.layout import Inputs
 from glm5_quant.kernels.table import Config
 
 SPLIT = Config(block_r=32, block_t=8, warps=1, stages=1, split_k=3)
@@ -78,6 +79,22 @@ def test_strided_inputs_are_read_right(tokens: int) -> None:
     turned = random_tokens(128, tokens, torch.float16).T
     for x in (wide[:, 7:135], turned, wide[:, :256:2], wide.expand(2, tokens, 300)[:, :, 3:131]):
         assert relative_error(linear(x, packed, backend="triton"), x.double() @ weight.T) < BOUND
+
+
+def test_a_bias_that_is_a_column_of_a_matrix_is_read_right() -> None:
+    packed, weight = random_packed(40, 128, dtype=torch.float16)
+    x, bias = random_tokens(3, 128, torch.float16), torch.randn(40, 2)[:, 1]
+    assert relative_error(linear(x, packed, bias, backend="triton"), x.double() @ weight.T + bias) < 1e-3
+
+
+@pytest.mark.parametrize("inputs", [None, Inputs(activations="int8")])
+def test_parts_that_are_stored_the_other_way_round_are_read_right(inputs: Inputs | None) -> None:
+    packed, _ = random_packed(40, 256, dtype=torch.float16)
+    packed = replace(packed, inputs=inputs)
+    turned = {name: getattr(packed, name).T.contiguous().T for name in ("codes", "scale", "zero")}
+    x = random_tokens(3, 256, torch.float16)
+    found = linear(x, replace(packed, **turned), backend="triton")
+    assert torch.equal(found, linear(x, packed, backend="triton"))
 
 
 def test_scales_of_another_dtype_keep_their_range() -> None:
