@@ -5,7 +5,7 @@ Letters: N out, K in. The table holds what was measured on a device, keyed "kern
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PROGRAMS_WANTED = 528  # four programs for each of the 132 multiprocessors of an H100 or H200
 
@@ -38,9 +38,17 @@ def tile_for(tokens: int) -> int:
 
 
 def config_for(kernel: str, tokens: int, n: int, k: int) -> Config:
-    """The measured setting of this kernel ("linear", "gate_up", "down", "int8") and shape, or the rule's."""
+    """The measured setting of this kernel ("linear", "gate_up", "down", "int8") and shape, or the rule's.
+
+    The last tile was measured with a few hundred tokens and serves any number: more of them need fewer splits of K,
+    each of which takes tokens x n numbers of memory.
+    """
     tile = tile_for(tokens)
-    return TABLE.get(f"{kernel} {tile} {n} {k}") or _rule(kernel, tile, tokens, n, k)
+    found = TABLE.get(f"{kernel} {tile} {n} {k}")
+    if found is None:
+        return _rule(kernel, tile, tokens, n, k)
+    most = _splits(tokens, n, found.block_r, found.block_t)
+    return found if found.split_k <= most else replace(found, split_k=most)
 
 
 def _rule(kernel: str, tile: int, tokens: int, n: int, k: int) -> Config:
@@ -52,8 +60,13 @@ def _rule(kernel: str, tile: int, tokens: int, n: int, k: int) -> Config:
         block_r = 64
     if kernel == "int8":  # two accumulators, integer and float, share the registers
         block_r, tile = min(block_r, 64), min(max(tile, 16), 64)
-    programs = -(-n // block_r) * -(-tokens // tile)
-    pairs = -(-k // 128)
-    split_k = max(1, min(PROGRAMS_WANTED // programs, pairs // 4)) if kernel in ("linear", "int8") else 1
+    split_k = 1
+    if kernel in ("linear", "int8"):
+        split_k = max(1, min(_splits(tokens, n, block_r, tile), -(-k // 128) // 4))
     warps = 2 if tile <= 16 else 4 if tile == 64 else 8
     return Config(block_r=block_r, block_t=tile, warps=warps, stages=4 if tile <= 16 else 3, split_k=split_k)
+
+
+def _splits(tokens: int, n: int, block_r: int, block_t: int) -> int:
+    """Parts of K that give the device programs enough, at least 1."""
+    return max(1, PROGRAMS_WANTED // (-(-n // block_r) * -(-tokens // block_t)))

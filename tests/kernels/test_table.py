@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_what_was_measured_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(table.TABLE, "linear 8 2048 6144", CONFIG)
     assert config_for("linear", 3, 2048, 6144) is CONFIG
     assert config_for("linear", 9, 2048, 6144) is not CONFIG
+
+
+def test_a_split_measured_with_few_tokens_is_not_kept_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Config(block_r=128, block_t=128, warps=8, stages=3, split_k=16)
+    monkeypatch.setitem(table.TABLE, "linear 128 2048 6144", measured)
+    assert config_for("linear", 256, 2048, 6144) is measured
+    assert config_for("linear", 2048, 2048, 6144) == replace(measured, split_k=2)
+    assert config_for("linear", 65536, 2048, 6144) == replace(measured, split_k=1)
 
 
 def test_the_tuner_keeps_the_fastest_setting_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
