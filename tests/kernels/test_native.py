@@ -297,6 +297,31 @@ def test_the_library_is_compiled_once_into_a_private_folder(
 
 
 @needs_native
+@pytest.mark.parametrize("size", [0, 20, 5000, -1])
+def test_a_library_that_was_cut_off_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int) -> None:
+    compiler = tmp_path / "cc"  # the last word is the name of the file to make
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\nhead -c 9000 /dev/zero > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = native._compiled()
+    content = made.read_bytes()
+    made.write_bytes(content[:size])
+    assert native._compiled() == made and made.read_bytes() == content
+    compiler.unlink()
+    assert native._compiled() == made  # whole now, so nothing is compiled
+
+
+@needs_native
+def test_another_c_library_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native.subprocess, "run", lambda command, **_: Path(command[-1]).write_bytes(b"made"))
+    here = native._compiled()
+    monkeypatch.setattr(native.platform, "libc_ver", lambda: ("glibc", "2.17"))
+    assert native._compiled() != here and len(list(here.parent.iterdir())) == 2
+
+
+@needs_native
 def test_a_cache_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "glm5-quant").mkdir()
