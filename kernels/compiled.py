@@ -80,7 +80,7 @@ def _whole(tensors: list[Tensor], values: str, n: int, k: int) -> PackedMatrix:
 
 @torch.library.custom_op("glm5_quant::linear", mutates_args=())
 def _linear(x: Tensor, bias: Tensor | None, tensors: list[Tensor], values: str, n: int, k: int, backend: str) -> Tensor:
-    return dispatch.linear(x, _whole(tensors, values, n, k), bias, backend=backend).contiguous()
+    return dispatch.linear_by(backend, x, _whole(tensors, values, n, k), bias).contiguous()
 
 
 @_linear.register_fake
@@ -96,7 +96,7 @@ def _experts(
     below_values: str, d: int, i: int, activation: str, backend: str,
 ) -> Tensor:  # fmt: skip
     gate_up, down = _whole(above, above_values, 2 * i, d), _whole(below, below_values, d, i)
-    return dispatch.experts(x, index, weight, gate_up, down, activation=activation, backend=backend).contiguous()
+    return dispatch.experts_by(backend, x, index, weight, gate_up, down, activation).contiguous()
 
 
 @_experts.register_fake

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from glm5_quant.kernels import cpu, reference
 from glm5_quant.kernels.layout import PackedMatrix
@@ -24,6 +25,7 @@ from glm5_quant.kernels.layout import PackedMatrix
 BACKENDS = ("reference", "cpu", "triton")
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (torch.float32, *HALVES)
+PLAIN = (Tensor, Parameter)
 
 
 def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -34,11 +36,18 @@ def linear(x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None = None, *, ba
     if packed.experts is not None:
         raise ValueError("linear takes one matrix; a stack of experts goes to experts()")
     _check_input(x_TK, packed.k)
-    chosen = "reference" if _learns(x_TK, bias) else choose_backend(x_TK, packed, backend)
-    if torch.compiler.is_compiling():
+    if _learns(x_TK, bias):
+        return linear_by("reference", x_TK, packed, bias)
+    chosen = choose_backend(x_TK, packed, backend)
+    if _watched(x_TK):
         from glm5_quant.kernels import compiled
 
         return compiled.linear(x_TK, packed, bias, chosen)
+    return linear_by(chosen, x_TK, packed, bias)
+
+
+def linear_by(chosen: str, x_TK: Tensor, packed: PackedMatrix, bias: Tensor | None) -> Tensor:
+    """`linear` by a backend that is chosen already."""
     flat_TK = x_TK.reshape(-1, packed.k)
     if chosen == "triton":
         name = "int8_triton" if _integer(packed) else "linear_triton"
@@ -69,11 +78,21 @@ def experts(
     _check_experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
     if backend is None and (_scaled_by_expert(gate_up) or _scaled_by_expert(down)):
         backend = "reference"
-    chosen = "reference" if _learns(x_TD, weight_TA) else choose_backend(x_TD, gate_up, backend)
-    if torch.compiler.is_compiling():
+    if _learns(x_TD, weight_TA):
+        return experts_by("reference", x_TD, index_TA, weight_TA, gate_up, down, activation)
+    chosen = choose_backend(x_TD, gate_up, backend)
+    if _watched(x_TD):
         from glm5_quant.kernels import compiled
 
         return compiled.experts(x_TD, index_TA, weight_TA, gate_up, down, activation, chosen)
+    return experts_by(chosen, x_TD, index_TA, weight_TA, gate_up, down, activation)
+
+
+def experts_by(
+    chosen: str, x_TD: Tensor, index_TA: Tensor, weight_TA: Tensor, gate_up: PackedMatrix, down: PackedMatrix,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """`experts` by a backend that is chosen already."""
     if chosen == "triton":
         out_TD: Tensor = _triton("experts_triton").experts(x_TD, index_TA, weight_TA, gate_up, down, activation)
         return out_TD
@@ -85,7 +104,7 @@ def experts(
 def plain(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     """`F.linear`, by a kernel of our own for a few bf16 tokens on a CPU; x [..., K]. Nothing else changes."""
     fits = x_TK.dtype == weight_NK.dtype == HALVES[1] and x_TK.device.type == weight_NK.device.type == "cpu"
-    if not fits or torch.compiler.is_compiling() or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
+    if not fits or _watched(x_TK) or os.environ.get("GLM5_QUANT_BACKEND") == "reference":
         return functional.linear(x_TK, weight_NK, bias_N)
     learns = _learns(x_TK, weight_NK, bias_N)
     return functional.linear(x_TK, weight_NK, bias_N) if learns else cpu.plain(x_TK, weight_NK, bias_N)
@@ -99,7 +118,7 @@ def eight(x_TK: Tensor, codes_NK: Tensor, scale_NB: Tensor) -> Tensor | None:
     """
     on_cpu = x_TK.dtype == HALVES[1] and x_TK.device.type == codes_NK.device.type == "cpu"
     reference_only = _learns(x_TK) or os.environ.get("GLM5_QUANT_BACKEND") == "reference"
-    if not on_cpu or torch.compiler.is_compiling() or reference_only:
+    if not on_cpu or _watched(x_TK) or reference_only:
         return None
     return cpu.eight(x_TK, codes_NK, scale_NB)
 
@@ -127,6 +146,17 @@ def choose_backend(x: Tensor, packed: PackedMatrix, backend: str | None = None) 
 def _learns(*tensors: Tensor | None) -> bool:
     """Whether gradients of any of these are wanted."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _watched(x: Tensor) -> bool:
+    """Whether something follows what is done to tensors, or stands in for them: it sees nothing of our C kernels."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or is_in_torch_dispatch_mode()
+        or type(x) not in PLAIN
+    )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,8 @@ from functools import partial
 import pytest
 import torch
 from support_kernels import random_packed, random_routing, random_shadow, random_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from glm5_quant.kernels import compiled
 from glm5_quant.kernels.dispatch import experts, linear
@@ -99,3 +102,28 @@ def test_the_operators_are_plain_functions_too(int8: bool | None) -> None:
     index, weight = random_routing(3, 4, 2)
     found = compiled.experts(x[:, :64], index, weight, gate_up, down, "silu", "reference")
     assert torch.equal(found, experts(x[:, :64], index, weight, gate_up, down))
+
+
+def test_what_only_follows_or_stands_in_for_tensors_gets_the_operators_too() -> None:
+    gate_up, down = random_packed(128, 64, 4)[0], random_packed(64, 64, 4, seed=1)[0]
+    index, weight = random_routing(3, 4, 2)
+    x, y = random_tokens(3, 64, torch.bfloat16), random_tokens(3, 64, torch.bfloat16, seed=1)
+    layer = PackedLinear(random_packed(32, 64)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(layer, (x,), check_trace=False)
+    assert torch.equal(traced(y), layer(y))
+    assert torch.equal(make_fx(layer)(x)(y), layer(y))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(tensor) for tensor in (x, index, weight)]
+        assert layer(fake[0]).shape == (3, 32)
+        assert experts(*fake, gate_up, down).shape == (3, 64)
+
+
+def test_gradients_go_through_a_compiled_layer() -> None:
+    layer = PackedLinear(random_packed(32, 64)[0])
+    plain, fast = (random_tokens(3, 64, torch.bfloat16).requires_grad_() for _ in range(2))
+    layer(plain).float().square().sum().backward()
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(fast).float().square().sum().backward()
+    assert plain.grad is not None and fast.grad is not None
+    assert torch.allclose(plain.grad, fast.grad, rtol=1e-2)
