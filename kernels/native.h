@@ -25,7 +25,8 @@ enum {
     TOKENS = 256,          /* tokens for which rows are widened once */
     AHEAD = 8,             /* rows that are prefetched */
     THREADS = 64,
-    BUFFERS = 9
+    BUFFERS = 9,
+    KEPT = 64 << 20        /* bytes of a buffer that a thread keeps after a layer of experts */
 };
 enum { BF16, F16, F32, I8 };
 
@@ -186,6 +187,8 @@ INLINE void transpose(__m512i v[16]) {
 
 /* memory a thread keeps from call to call, by purpose (0 to 3 in a linear, 4 on in experts); NULL if there is none */
 void *glm5_scratch(int64_t bytes, int which);
+/* gives back the buffers of more bytes than that */
+void glm5_trim(int64_t most);
 
 /* rows job->first to job->last for up to FEW tokens (x: rows), for more (x: panels), or for rounded ones (pieces);
    1 if memory is short */

@@ -74,12 +74,9 @@ static int expert(const Layer *layer, int64_t e, const int64_t *token, const flo
     return 0;
 }
 
-/* The routed layer: x [T, D] bf16 (of any kind if its tokens are to be rounded to 8 bits, int8), index and weight
-   [T, A], out [T, D] of x's kind; index `experts` means no expert. Experts follow one another, each over its tokens in
-   order. Returns 1 if memory is short, 2 for an index outside. */
-int glm5_experts(const Matrix *gate_up, const Matrix *down, int64_t experts, const void *x, int32_t kind, int32_t int8,
-                 const int64_t *index, const float *weight, int64_t tokens, int64_t choices, void *out,
-                 int32_t threads) {
+static int routed(const Matrix *gate_up, const Matrix *down, int64_t experts, const void *x, int32_t kind, int32_t int8,
+                  const int64_t *index, const float *weight, int64_t tokens, int64_t choices, void *out,
+                  int32_t threads) {
     const int64_t pairs = tokens * choices, size = gate_up->k;
     int64_t *start = glm5_scratch((experts + 2 + pairs) * 8 + pairs * 4 + tokens * size * 4, 7);
     Piece *pieces = int8 ? glm5_scratch(pairs_of(gate_up) * tokens * (int64_t)sizeof(Piece), 8) : NULL;
@@ -108,4 +105,15 @@ int glm5_experts(const Matrix *gate_up, const Matrix *down, int64_t experts, con
         floats_to(out, i, kind, mask, _mm512_maskz_loadu_ps(mask, sum + i));
     }
     return 0;
+}
+
+/* The routed layer: x [T, D] bf16 (of any kind if its tokens are to be rounded to 8 bits, int8), index and weight
+   [T, A], out [T, D] of x's kind; index `experts` means no expert. Experts follow one another, each over its tokens in
+   order. Returns 1 if memory is short, 2 for an index outside. */
+int glm5_experts(const Matrix *gate_up, const Matrix *down, int64_t experts, const void *x, int32_t kind, int32_t int8,
+                 const int64_t *index, const float *weight, int64_t tokens, int64_t choices, void *out,
+                 int32_t threads) {
+    const int failed = routed(gate_up, down, experts, x, kind, int8, index, weight, tokens, choices, out, threads);
+    glm5_trim(KEPT);
+    return failed;
 }

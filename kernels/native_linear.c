@@ -10,8 +10,9 @@ static __thread int64_t sizes[BUFFERS];
 static pthread_key_t at_exit;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void release(void) {
+void glm5_trim(int64_t most) {
     for (int i = 0; i < BUFFERS; i++) {
+        if (sizes[i] <= most) continue;
         free(kept[i]);
         kept[i] = NULL, sizes[i] = 0;
     }
@@ -19,7 +20,7 @@ static void release(void) {
 
 static void leave(void *unused) {
     (void)unused;
-    release();
+    glm5_trim(0);
 }
 
 static void make_key(void) { pthread_key_create(&at_exit, leave); }
@@ -29,8 +30,9 @@ void *glm5_scratch(int64_t bytes, int which) {
         pthread_once(&once, make_key);
         pthread_setspecific(at_exit, kept); /* a thread that ends takes its memory along */
         free(kept[which]);
-        kept[which] = aligned_alloc(64, (size_t)((bytes + 127) / 64 * 64));
-        sizes[which] = kept[which] ? bytes : 0;
+        const int64_t whole = (bytes + 127) / 64 * 64;
+        kept[which] = aligned_alloc(64, (size_t)whole);
+        sizes[which] = kept[which] ? whole : 0;
     }
     return kept[which];
 }
@@ -42,7 +44,7 @@ static int compute(const Job *job) {
 
 static void *thread(void *argument) {
     const int failed = compute(argument);
-    release();
+    glm5_trim(0);
     return (void *)(intptr_t)failed;
 }
 

@@ -348,6 +348,19 @@ def test_threads_that_end_take_their_memory_along() -> None:
 
 
 @needs_native
+def test_a_layer_gives_the_memory_of_many_tokens_back() -> None:
+    gate_up, down = random_packed(32, 4096, 1)[0], random_packed(4096, 16, 1)[0]
+    index, weight = torch.zeros(8192, 1, dtype=torch.long), torch.ones(8192, 1)
+
+    def run(tokens: int) -> int:
+        native.experts(torch.ones(tokens, 4096).bfloat16(), index[:tokens], weight[:tokens], gate_up, down)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = run(64)
+    assert run(8192) - before < 120 * 2**20  # 320 MiB were at work
+
+
+@needs_native
 def test_a_compiler_may_be_named_by_more_than_one_word(
     fresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
