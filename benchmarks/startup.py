@@ -7,6 +7,7 @@ Wall time counts on an idle machine only: a busy one measures its other work. CP
 
 from __future__ import annotations
 
+import argparse
 import resource
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ def seconds(arguments: list[str]) -> tuple[float, float]:
 
 def main() -> int:
     """Print one line a command; 1 if a middle wall time is over the limit."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     slow = 0
     for arguments in COMMANDS:
         wall, cpu = zip(*(seconds(arguments) for _ in range(RUNS)), strict=True)

@@ -114,3 +114,9 @@ def test_no_tracked_text_names_a_path_of_one_machine() -> None:
 def test_no_source_file_has_over_500_lines() -> None:
     sources = [path for path in _tracked() if path.suffix == ".py"]
     assert [path.name for path in sources if len(path.read_text(encoding="utf-8").splitlines()) > 500] == []
+
+
+def test_the_startup_benchmark_tells_what_it_measures_before_it_measures() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/startup.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert "How long `glm5-quant --help` takes" in done.stdout and "median" not in done.stdout
