@@ -5,11 +5,11 @@
 `tokens.safetensors` is what benchmarks/peers/tokens.py wrote. The source model reads its calibration windows once;
 inputs and router weights of every expert of a few layers are kept. Each expert is then solved, as preset `default`
 does it, from its first `--counts` tokens, and judged on its last `--held`: gate and up on the source's inputs,
-down on what the solved gate and up make of them. What it leans on (`pool_kappa`) are all tokens of the layer before
-those it is judged on; "alone" is the same without. The error is E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by
-their router weight squared. Both grids store BF16 scales and zero-points for 64 columns. Only one stream is followed:
-neither the target correction nor what the stream lacks takes part. Target: at most 0.85 of round-to-nearest where
-tokens are fewer than inputs.
+down on what the solved gate and up make of them. What it leans on (`pool_kappa`) are the tokens of the layer before
+those it is judged on, less its own beyond `--counts`; "alone" is the same without. The error is
+E|W x - W^ x|^2 / E|W x|^2 with tokens weighted by their router weight squared. Both grids store BF16 scales and
+zero-points for 64 columns. Only one stream is followed: neither the target correction nor what the stream lacks takes
+part. Target: at most 0.85 of round-to-nearest where tokens are fewer than inputs.
 """
 
 from __future__ import annotations
@@ -131,7 +131,11 @@ def rounded(weight_NK: Tensor, seen: Moments, config: QuantConfig | None) -> Ten
 def errors(expert: Expert, count: int, last: int, config: QuantConfig | None) -> dict[str, float]:
     """Errors over its `last` tokens of an expert solved from its first `count`."""
     fit, held = slice(0, count), slice(-last, None)
-    pool_TD = expert.layer_TD[: expert.row_T[-last]]
+    # As if no more than these had reached it.
+    left_out = torch.zeros(len(expert.layer_TD), dtype=torch.bool)
+    left_out[expert.row_T[count:]] = True
+    left_out[expert.row_T[-last] :] = True
+    pool_TD = expert.layer_TD[~left_out]
     seen = leaning(moments(expert.x_TD[fit], expert.weight_T[fit]), moments(pool_TD), config)
     first = rounded(expert.gate_up_NK, seen, config)
     hidden = expert.hidden(expert.x_TD, first)
