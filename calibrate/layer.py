@@ -158,7 +158,8 @@ class LayerSolver:
             self.result.tensors |= refit.tensors
         routed = by_expert(chosen_TK, scale_TK, len(experts))
         jobs = ((self._network(experts[e]), self._expert_tokens(routed, e)) for e in sorted(experts))
-        pool = self._pool(flat["quantized"], routed.counts, max(item.k for item in inner))
+        widest = max(item.k for items in experts.values() for item in items)
+        pool = self._pool(flat["quantized"], routed.counts, widest)
         sums = {name: self.context.scratch(x.shape, torch.float32) for name, x in flat.items()}
         self._solve(jobs, flat, sums, pool, lack, weight_T, added=True)
         for name, out in sums.items():
