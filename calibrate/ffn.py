@@ -139,13 +139,15 @@ class Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """What experts lean on that too few tokens reach (EAMPQ step 2): all tokens of their layer.
+    """What experts lean on that too few tokens reach (EAMPQ step 2): all tokens of their layer, but for held-out ones.
 
-    `inputs`: their moments, for gate and up; a down-projection leans on those of what the solved gate and up make of
-    such tokens. `kappa`: how many of them count, for each input. `weight_T`: what each of all tokens weighs.
+    `inputs`: moments of the first `tokens` tokens, for gate and up; a down-projection leans on those of what the solved
+    gate and up make of such tokens. `kappa`: how many of them count, for each input. `weight_T`: what each of all
+    tokens weighs.
     """
 
     inputs: Evidence
+    tokens: int
     kappa: float
     weight_T: Tensor | None = None
 
@@ -199,7 +201,7 @@ def solve_network(
             streams.write(streams.source_out, there, linear(source_hidden[own], source_down, None, dtype), scale)
     if pool is not None and few(total, network.down.k):
         pooled = evidence(network.down.k, POOL_TOKENS_PER_CHANNEL * network.down.k, pooled=True)
-        for index in torch.split(spread(streams.x, network.down.k), chunk_tokens):
+        for index in torch.split(spread(streams.x[: pool.tokens], network.down.k), chunk_tokens):
             hidden = network.hidden(streams.x.index_select(0, index), solved, dtype)
             weight = None if pool.weight_T is None else pool.weight_T[index]
             pooled.add(hidden, None, index, streams.weight_of(index, len(index), weight))

@@ -243,11 +243,11 @@ class LayerSolver:
         kappa = self.context.settings.quant.pool_kappa
         if not kappa or self.context.settings.all_experts or not few(min(counts), k):
             return None
-        tokens, weight_T = len(x_TD), self.context.token_weight_T
+        tokens, weight_T = self.context.held_from, self.context.token_weight_T
         inputs = self.context.evidence(x_TD.shape[1], tokens, pooled=True)
         for part in token_parts(tokens, self.context.chunk_tokens):
             inputs.add(x_TD[part], None, part.start, None if weight_T is None else weight_T[part])
-        return Pool(inputs=inputs, kappa=kappa, weight_T=weight_T)
+        return Pool(inputs=inputs, tokens=tokens, kappa=kappa, weight_T=weight_T)
 
     def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids and weights [T, top_k] by the block's own router; both streams replay the source's."""

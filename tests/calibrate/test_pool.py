@@ -13,7 +13,8 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.ffn import Network, Pool, Streams, Tokens, solve_network
 from glm5_quant.model.families import Linear
 
-TOKENS, HIDDEN, INNER = 600, 32, 16
+# The last 50 tokens are held out.
+TOKENS, POOLED, HIDDEN, INNER = 600, 550, 32, 16
 
 
 def evidence(k: int, tokens: int, writes: int = 0, *, pooled: bool = False) -> Evidence:
@@ -28,8 +29,8 @@ def solved_on(own_T: Tensor, kappa: float, x_TD: Tensor, weights: dict[str, Tens
         seen.append((given.parts[0].fit.hessian_KK.clone(), given.parts[0].fit.n_eff))
         return matrices
 
-    inputs = evidence(HIDDEN, TOKENS)
-    inputs.add(x_TD, None, 0, weights["tokens"])
+    inputs = evidence(HIDDEN, POOLED)
+    inputs.add(x_TD[:POOLED], None, 0, weights["tokens"][:POOLED])
     shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     linears = {
         role: Linear(
@@ -58,7 +59,7 @@ def solved_on(own_T: Tensor, kappa: float, x_TD: Tensor, weights: dict[str, Tens
         Streams(x=x_TD, out=torch.zeros(TOKENS, HIDDEN), added=True),
         solve=solve,
         evidence=evidence,
-        pool=Pool(inputs=inputs, kappa=kappa, weight_T=weights["tokens"]),
+        pool=Pool(inputs=inputs, tokens=POOLED, kappa=kappa, weight_T=weights["tokens"]),
         chunk_tokens=100,
         scratch=lambda shape, dtype: torch.zeros(shape, dtype=dtype),
         dtype=torch.float32,
@@ -79,9 +80,8 @@ def test_moments_are_those_of_its_own_tokens_and_of_kappa_others_for_each_input_
     weights |= {"down": torch.randn(HIDDEN, INNER), "tokens": 1 + 2 * (torch.rand(TOKENS) < 0.2).float()}
     own = torch.randperm(TOKENS)[:count].sort().values
     hidden = silu(x @ weights["gate"].T) * (x @ weights["up"].T)
-    # 64 tokens are run through the expert for 16 inputs: every ninth of 600.
-    spread = torch.arange(0, TOKENS, 9)
-    cases = ((x, torch.arange(TOKENS), HIDDEN), (hidden, spread, INNER))
+    # 64 tokens are run through the expert for 16 inputs: every eighth of 550.
+    cases = ((x, torch.arange(POOLED), HIDDEN), (hidden, torch.arange(0, POOLED, 8), INNER))
     for (found, effective), (values, pool, k) in zip(solved_on(own, 0.5, x, weights), cases, strict=True):
         whole, _ = moments(values[pool], weights["tokens"][pool])
         mine, n = moments(values[own], weights["tokens"][own]) if count else (torch.zeros_like(whole), 0.0)
