@@ -42,8 +42,8 @@ DAMP = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of one matrix (or part): tr(W H W^T), tr(E H E^T), tr(W H W^T) on held-out tokens; of its network: its share of
-    the stream and the largest output of its down-projection."""
+    """Of one matrix (or part): tr(W H W^T), tr(E H E^T) under the H that drops are measured by, tr(W H W^T) on
+    held-out tokens; of its network: its share of the stream and the largest output of its down-projection."""
 
     size: float
     wrong: float
@@ -124,7 +124,7 @@ class ShadowFinder:
             found = find_columns(error_NK, trusted_KK, count, DAMP)
             if len(found.channels):
                 name = f"{linear.name}#{first}" if first else linear.name
-                self.facts[name] = facts
+                self.facts[name] = replace(facts, wrong=found.whole)
                 self.offers.tensors |= {
                     f"{name}.channels": (found.channels + first).int(),
                     f"{name}.drops": found.drops,

@@ -176,6 +176,13 @@ def test_the_estimated_gain_is_confirmed_by_tokens_kept_out_of_the_fit(q3: tuple
     assert 0 < record.held_out_gain < 1.5 * record.gain
 
 
+def test_a_gain_is_a_share_of_the_error_where_tokens_are_few_too(tmp_path: Path) -> None:
+    """All columns of every matrix are bought, so all that shadows can take off is taken off."""
+    small(tiny_q3(tmp_path / "m"), tmp_path / "w", num_samples=2, seqlen=32, quant={"shadow_budget": 1.0})
+    gain = open_journal(tmp_path / "w" / "calibration").finish_record().gain
+    assert 0.5 < gain <= 1.0 + 1e-6
+
+
 def test_in_a_model_without_experts_every_mlp_may_have_shadows_and_attention_none(tmp_path: Path) -> None:
     journal = run(tiny("llama", tmp_path / "m"), tmp_path / "w")
     names = {name.split(".")[3] for name in bought(journal)}
