@@ -250,11 +250,12 @@ def _shadows(report: CalibrationReport) -> str:
         return "none"
     whole = f"{len(bought.experts)} whole experts and " if bought.experts else ""
     refused = f"; {len(bought.refused_layers)} layers refused" if bought.refused_layers else ""
+    held = f"{bought.held_out_gain:.1%} held out" if bought.held_out_gain else "no held-out token could judge it"
     return (
         f"{whole}{bought.columns} columns, {human_bytes(bought.spent_bytes)} "
         f"({bought.spent_bytes / bought.expert_fp16_bytes:.2%} of FP16, "
         f"{bought.spent_bytes / bought.expert_int4_bytes:.2%} of INT4), "
-        f"about {bought.gain:.1%} less error, {bought.held_out_gain:.1%} held out{refused}"
+        f"about {bought.gain:.1%} less error, {held}{refused}"
     )
 
 

@@ -60,6 +60,15 @@ def test_calibrate_prints_the_report_and_reuses_a_finished_journal(model: Path, 
     assert "layer 1/2" not in again.stderr
 
 
+def test_a_gain_that_no_held_out_token_judged_is_not_told_as_none(model: Path, text: Path, tmp_path: Path) -> None:
+    command = [*CALIBRATE, "--model", str(model), "--dataset", str(text)]
+    preset = tmp_path / "p.toml"
+    preset.write_text("held_out = 0.0\nshadow_budget = 0.1\n")
+    done = _run(*command, "--preset", str(preset), "--work-dir", str(tmp_path / "w"))
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("shadows  "))
+    assert line.endswith("% less error, no held-out token could judge it")
+
+
 def test_calibrate_as_json_puts_nothing_else_on_stdout(model: Path, text: Path, work: Path) -> None:
     done = _run(*CALIBRATE, "--model", str(model), "--dataset", str(text), "--work-dir", str(work), "--json")
     report = json.loads(done.stdout)
