@@ -247,6 +247,7 @@ class LayerSolver:
         inputs = self.context.evidence(x_TD.shape[1], tokens, pooled=True)
         for part in token_parts(tokens, self.context.chunk_tokens):
             inputs.add(x_TD[part], None, part.start, None if weight_T is None else weight_T[part])
+        self.notes.append("experts that saw fewer than 4 tokens for each input lean on all tokens of their layer")
         return Pool(inputs=inputs, tokens=tokens, kappa=kappa, weight_T=weight_T)
 
     def _route(self, mlp_in_TD: Tensor) -> tuple[Tensor, Tensor]:

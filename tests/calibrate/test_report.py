@@ -136,6 +136,8 @@ def test_experts_of_few_tokens_lean_on_their_layer_and_are_reported(tmp_path: Pa
         assert with_pool.effective_tokens == pytest.approx(records[0][name].effective_tokens + added, abs=0.1)
         leaning += few
     assert leaning
+    lean = "layer 1: experts that saw fewer than 4 tokens for each input lean on all tokens of their layer"
+    assert lean in report.notes
     said = "gate and up and down leaned on all tokens of the layer as on 0.25 an input, moments shrunk to"
     assert any(one.done.startswith(said) for one in report.starved)
 
