@@ -12,6 +12,7 @@ from glm5_quant.quant.activation import (
     fold_moments,
     fold_scales,
     quantize,
+    quantize_int4_block,
     quantize_int4_channel,
     quantize_int8,
     quantized_matmul,
@@ -58,6 +59,23 @@ def test_the_largest_possible_dot_of_a_block_is_exact() -> None:
     grid = Grid(scale=torch.ones(1, 1), zero=torch.zeros(1, 1, dtype=torch.uint8))
     acts = quantize_int8(torch.full((1, 64), 127.0))
     assert float(quantized_matmul(acts, codes, grid)) == 64 * 15 * 127
+
+
+def test_int4_steps_of_cases_worked_by_hand() -> None:
+    x = torch.tensor([[14.0, -3.2, 0.9, 40.0], [0.7, -7.0, 1.6, 3.4]])
+    scale = torch.tensor([2.0, 1.0, 1.0, 10.0])
+    fixed = quantize_int4_channel(x, scale, token_factor=False)
+    assert fixed.steps.tolist() == [[7, -3, 1, 4], [0, -7, 2, 0]]
+    assert fixed.scale.tolist() == [[1.0], [1.0]]
+    assert quantize_int4_channel(10 * x, scale, token_factor=False).steps.tolist()[0] == [7, -7, 7, 7]
+    stretched = quantize(2 * x, "int4-channel", scale)
+    assert stretched.steps.tolist() == fixed.steps.tolist()
+    assert stretched.scale.tolist() == [[2.0], [2.0]]
+    blocks = quantize_int4_block(torch.tensor([[-4.0, 11.0, 0.6, -1.4], [3.0, 15.0, 7.4, 7.6]]))
+    assert blocks.steps.tolist() == [[-4, 11, 1, -1], [3, 15, 7, 8]]
+    assert blocks.scale.tolist() == [[1.0], [1.0]]
+    # Both ends lie half a step off the zero-point: the upper one is cut, by that half.
+    assert quantize_int4_block(torch.tensor([[-7.5, 7.5]])).steps.tolist() == [[-8, 7]]
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4-block"])

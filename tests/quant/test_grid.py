@@ -42,8 +42,17 @@ def test_symmetric_grids_have_zero_point_8_everywhere_and_reach_both_ends() -> N
     for grid in both_grids(weight, torch.bfloat16, symmetric=True):
         assert torch.equal(grid.zero, torch.full((5, 2), 8, dtype=torch.uint8))
     plain = minmax_grid(weight, symmetric=True, scale_dtype=torch.float32)
+    low, high = (weight.reshape(5, 2, 64).amin(-1), weight.reshape(5, 2, 64).amax(-1))
+    torch.testing.assert_close(plain.scale, torch.maximum(high / 7, -low / 8))
     step = plain.scale.repeat_interleave(64, -1)
     assert bool(((weight - dequantize(quantize(weight, plain), plain)).abs() <= step / 2 * 1.0001).all())
+
+
+def test_a_block_that_ends_at_0_is_not_empty_and_an_empty_one_has_scale_1_and_zero_point_8() -> None:
+    ramp = torch.linspace(0.0, 3.75, 16).repeat(4)
+    grid = minmax_grid(torch.stack([ramp, -ramp, 0 * ramp]), scale_dtype=torch.float32)
+    assert grid.scale[:, 0].tolist() == [0.25, 0.25, 1.0]
+    assert grid.zero[:, 0].tolist() == [0, 15, 8]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,7 +177,9 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="64 columns"):
         search_grid(gaussian(2, 65), torch.ones(64))
     with pytest.raises(ValueError, match="negative"):
-        search_grid(gaussian(2, 64), -torch.ones(64))
+        search_grid(gaussian(2, 64), torch.arange(64.0) - 1.0)
+    with pytest.raises(ValueError, match="non-finite"):
+        search_grid(gaussian(2, 64), torch.ones(64).index_fill(0, torch.tensor([5]), float("inf")))
     with pytest.raises(ValueError, match="no rows"):
         minmax_grid(torch.zeros(0, 64))
     with pytest.raises(ValueError, match="1 blocks of 64 cannot describe 128"):

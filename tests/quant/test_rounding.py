@@ -8,10 +8,10 @@ import pytest
 import torch
 from quant_samples import gaussian, layer_inputs, moments_of
 
-from glm5_quant.quant import descent
+from glm5_quant.quant import descent, rounding
 from glm5_quant.quant.config import PRESETS, QuantConfig
 from glm5_quant.quant.errors import relative_error
-from glm5_quant.quant.factor import order_columns
+from glm5_quant.quant.factor import order_columns, usable_hessian
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize, search_grid
 from glm5_quant.quant.rounding import error_feedback, solve
 from glm5_quant.quant.shrinkage import trusted
@@ -211,12 +211,73 @@ def test_more_turns_of_polish_never_raise_the_error_and_slices_of_rows_change_no
     errors = [float(solve(weight, hessian, replace(plain, descent_sweeps=n)).error) for n in range(5)]
     assert errors == sorted(errors, reverse=True)
     assert errors[4] < 0.97 * errors[0]
-    whole = solve(weight, hessian, plain)
-    monkeypatch.setattr(descent, "SLICE_WEIGHTS", 0)
-    sliced = solve(weight, hessian, plain)
+    polished = replace(plain, descent_sweeps=3)
+    whole = solve(weight, hessian, polished)
+    for module in (descent, rounding):
+        monkeypatch.setattr(module, "SLICE_WEIGHTS", 0)
+    sliced = solve(weight, hessian, polished)
     torch.testing.assert_close(sliced.error, whole.error, rtol=1e-3, atol=0.0)
     assert float((sliced.codes == whole.codes).float().mean()) > 0.999
     torch.testing.assert_close(sliced.grid.scale, whole.grid.scale)
+
+
+def test_a_sweep_moves_each_code_to_what_float64_finds_best_with_all_others_fixed() -> None:
+    weight, hessian = gaussian(6, 300), moments_of(layer_inputs(1200, 300))
+    grid = minmax_grid(weight, scale_dtype=torch.float32)
+    start = quantize(weight, grid)
+    codes = start.clone()
+    zero, scale = (t.double().repeat_interleave(64, -1)[:, :300] for t in (grid.zero, grid.scale))
+    for j in range(300):
+        error = weight.double() - (codes.double() - zero) * scale
+        wanted = codes[:, j] + error @ hessian.double()[j] / hessian.double()[j, j] / scale[:, j]
+        codes[:, j] = wanted.round().clamp(0, 15).to(torch.uint8)
+    found, same = descent.polish(weight, hessian, start, grid, sweeps=1, refit=False, scale_dtype=torch.float32)
+    assert int((codes != start).sum()) > 100
+    assert int((found != codes).sum()) <= 1  # a tie may fall the other way in float32
+    assert torch.equal(same.scale, grid.scale)
+
+
+def test_scales_are_refitted_to_float64_least_squares_and_stay_where_that_is_no_better_or_far_off() -> None:
+    weight, hessian = gaussian(12, 150), moments_of(layer_inputs(900, 150))
+    start = minmax_grid(weight, scale_dtype=torch.float32)
+    codes = quantize(weight, start)
+    steps = codes.double() - start.zero.double().repeat_interleave(64, -1)[:, :150]
+    blocks = torch.zeros(12, 3, 150, dtype=torch.float64)
+    for b in range(3):
+        blocks[:, b, 64 * b : 64 * b + 64] = steps[:, 64 * b : 64 * b + 64]
+    system = blocks @ hessian.double() @ blocks.mT
+    wanted = torch.linalg.solve(system, (blocks @ (weight.double() @ hessian.double())[..., None]))[..., 0]
+
+    def refitted(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        grid = Grid(scale=scale, zero=start.zero)
+        return descent.polish(weight, hessian, codes, grid, sweeps=1, refit=True, scale_dtype=dtype)[1].scale
+
+    assert float((start.scale / wanted - 1).abs().mean()) > 0.01
+    torch.testing.assert_close(refitted(start.scale, torch.float32).double(), wanted, rtol=1e-3, atol=0.0)
+    best = wanted.float()
+    assert not torch.equal(best.bfloat16().float(), best)
+    assert torch.equal(refitted(best, torch.bfloat16), best)
+    small = start.scale / 3
+    assert torch.equal(refitted(small, torch.float32), small)
+
+
+@pytest.mark.parametrize("sweeps", [0, 3])
+def test_blocks_without_a_weight_above_0_are_solved_as_those_without_one_below(sweeps: int) -> None:
+    weight, hessian = gaussian(8, 128).abs() + 0.1, moments_of(layer_inputs(600, 128))
+    config = replace(CONFIG, descent_sweeps=sweeps)
+    above, below = (float(solve(one, hessian, config, n_eff=600).error) for one in (weight, -weight))
+    assert below == pytest.approx(above, rel=0.2)
+    assert below < 0.01
+
+
+def test_a_stack_keeps_what_is_sound_and_gives_the_identity_to_what_is_empty() -> None:
+    sound, noisy = torch.eye(3) * 2.0, torch.eye(3) * 2.0
+    noisy[1, 1] = -1e-6
+    found = usable_hessian(torch.stack([torch.zeros(3, 3), sound, noisy]))
+    assert torch.equal(found[0], torch.eye(3))
+    assert torch.equal(found[1], sound)
+    assert torch.equal(found[2], torch.diag(torch.tensor([2.0, 0.0, 2.0])))
+    assert torch.equal(usable_hessian(noisy), found[2])
 
 
 def test_polish_rounds_columns_that_no_token_uses_to_nearest() -> None:

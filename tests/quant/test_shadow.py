@@ -94,6 +94,32 @@ def test_int8_residuals_cost_half_the_bytes_and_hardly_any_drop() -> None:
     assert column_bytes(2048, int8=True) == 2054
 
 
+def test_int8_columns_of_a_case_worked_by_hand() -> None:
+    steps, scale = store_int8(torch.tensor([[127.0, 0.0, 1e9], [0.6, 0.0, -1e9], [-63.4, 0.0, 3.2e6]]))
+    assert scale.tolist() == [1.0, 2.0**-24, 65504.0]
+    assert steps.tolist() == [[127, 0, 127], [1, 0, -127], [-63, 0, 49]]
+
+
+def test_columns_are_those_of_a_greedy_choice_in_float64() -> None:
+    _, error, hessian = error_and_hessian(8, 40)
+    damped = hessian.double() + 0.5 * hessian.double().diagonal().mean() * torch.eye(40)
+    pull = error.double() @ damped
+    chosen: list[int] = []
+    for _ in range(12):
+        drops = {}
+        for one in set(range(40)) - set(chosen):
+            index = [*chosen, one]
+            fit = torch.linalg.solve(damped[index][:, index], pull[:, index].T)
+            drops[one] = float((pull[:, index].T * fit).sum())
+        chosen.append(max(drops, key=lambda channel: drops[channel]))
+    found = find_columns(error, hessian, 12, damp=0.5)
+    assert found.channels.tolist() == chosen
+    values = prefix_residual(found.reach, found.within)
+    fit = torch.linalg.solve(damped[chosen][:, chosen], pull[:, chosen].T)
+    torch.testing.assert_close(values.double(), fit.T, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(residual(error, hessian, chosen, damp=0.5), values, rtol=1e-3, atol=1e-5)
+
+
 def test_no_error_means_no_columns_and_a_column_cannot_be_chosen_twice() -> None:
     hessian = moments_of(layer_inputs(200, 20))
     assert best_columns(torch.zeros(4, 20), hessian, 5) == []
@@ -115,6 +141,8 @@ def test_the_budget_buys_the_most_error_per_byte_and_is_never_exceeded() -> None
     assert everything.columns == {"a": 2, "b": 2, "c": 1}
     assert everything.spent_bytes == 140
     assert spend(offers, 9).columns == {}
+    costly = Offer(matrix="d", drops=[20.0], column_bytes=30)
+    assert spend([costly, *offers], 30).columns == {"a": 1, "b": 2}
 
 
 def test_rho_and_routing_decide_between_equal_errors_and_names_between_equal_gains() -> None:

@@ -7,7 +7,7 @@ import torch
 from quant_samples import gaussian, layer_inputs
 
 from glm5_quant.quant.errors import quadratic_rows, relative_error
-from glm5_quant.quant.statistics import Moments
+from glm5_quant.quant.statistics import Moments, accumulate_cross
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(1, 5), (700, 200), (2500, 431)])
@@ -52,6 +52,33 @@ def test_bfloat16_products_change_the_moments_by_less_than_their_sampling_noise(
     assert error < 0.003
     assert float((other.hessian_KK.double() - exact).norm() / exact.norm()) > 3 * error
     assert torch.equal(moments.hessian_KK, moments.hessian_KK.T)
+
+
+def test_merged_moments_are_those_of_all_tokens() -> None:
+    x, source, weight = layer_inputs(50, 6), layer_inputs(50, 6, seed=1), gaussian(50).abs()
+    first, other, whole = (Moments.empty(6, gap=True) for _ in range(3))
+    for moments, part in ((first, slice(0, 20)), (other, slice(20, None)), (whole, slice(None))):
+        moments.add(x[part], weight[part], source[part])
+    assert not torch.allclose(first.hessian_KK, whole.hessian_KK)
+    first.merge(other)
+    torch.testing.assert_close(first.hessian_KK, whole.hessian_KK)
+    torch.testing.assert_close(first.gap_KK, whole.gap_KK)
+    assert first.n_eff == pytest.approx(whole.n_eff)
+    assert first.tokens == 50
+    blind = Moments.empty(6)
+    blind.add(x)
+    first.merge(blind)
+    assert first.gap_KK is None
+
+
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+def test_crossed_sums_are_those_of_float64(dtype: torch.dtype, near: float) -> None:
+    left, x, weight = gaussian(5000, 3), layer_inputs(5000, 7), gaussian(5000).abs()
+    for by in (None, weight):
+        found = torch.ones(3, 7)
+        accumulate_cross(found, left, x, by, dtype)
+        whole = 1.0 + (left.double() * (1.0 if by is None else by.double()[:, None])).T @ x.double()
+        assert float((found - whole).norm() / whole.norm()) < near
 
 
 def test_moments_make_again_what_they_forgot() -> None:
