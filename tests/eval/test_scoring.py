@@ -9,7 +9,8 @@ import pytest
 import torch
 from support_stubs import Bigram, CharTokenizer, bigram, cycle, random_bigram, uniform
 
-from glm5_quant.eval import evaluate, to_json, to_markdown, to_table
+from glm5_quant.eval import divergence, evaluate, to_json, to_markdown, to_table
+from glm5_quant.eval.divergence import TokenScores
 from glm5_quant.eval.result import EvalResult
 from glm5_quant.model.errors import UserError
 
@@ -59,7 +60,11 @@ def test_a_certain_cycle_has_perplexity_one_so_logits_are_shifted_rightly() -> N
 @pytest.mark.parametrize(
     "options", [{"window": 6}, {"window": 9, "stride": 2}, {"batch_size": 3}, {"padding_side": "left"}]
 )
-def test_kl_nll_flips_and_accuracy_equal_sums_made_by_hand(options: dict[str, object]) -> None:
+@pytest.mark.parametrize("rows_at_once", [7, 1000])
+def test_kl_nll_flips_and_accuracy_equal_sums_made_by_hand(
+    options: dict[str, object], rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 32 * rows_at_once)
     source = random_bigram(0)
     export = random_bigram(1, noise_of=source)
     generator = np.random.default_rng(0)
@@ -84,6 +89,15 @@ def test_one_source_pass_and_one_pass_per_export_is_all_that_runs() -> None:
     evaluate(source, exports, [list(range(32)) * 4], window=17, diagnose=0)
     assert source.calls == 8
     assert [export.calls for export in exports] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("figure", ["nll_source", "nll", "kl"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_figure_that_is_not_finite_makes_a_token_bad(figure: str, value: float) -> None:
+    whole, ids = {name: np.ones(4) for name in ("nll_source", "nll", "kl")}, np.zeros(4, dtype=np.int64)
+    assert TokenScores(targets=ids, top1_source=ids, top1=ids, **whole).first_bad() is None
+    whole[figure][2] = value
+    assert TokenScores(targets=ids, top1_source=ids, top1=ids, **whole).first_bad() == 2
 
 
 def broken_at(token: int) -> Bigram:

@@ -239,6 +239,7 @@ def test_a_sweep_moves_each_code_to_what_float64_finds_best_with_all_others_fixe
 
 def test_scales_are_refitted_to_float64_least_squares_and_stay_where_that_is_no_better_or_far_off() -> None:
     weight, hessian = gaussian(12, 150), moments_of(layer_inputs(900, 150))
+    weight[3, 64:128] = 0
     start = minmax_grid(weight, scale_dtype=torch.float32)
     codes = quantize(weight, start)
     steps = codes.double() - start.zero.double().repeat_interleave(64, -1)[:, :150]
@@ -246,7 +247,9 @@ def test_scales_are_refitted_to_float64_least_squares_and_stay_where_that_is_no_
     for b in range(3):
         blocks[:, b, 64 * b : 64 * b + 64] = steps[:, 64 * b : 64 * b + 64]
     system = blocks @ hessian.double() @ blocks.mT
-    wanted = torch.linalg.solve(system, (blocks @ (weight.double() @ hessian.double())[..., None]))[..., 0]
+    pulled = (blocks @ (weight.double() @ hessian.double())[..., None])[..., 0]
+    system[3, 1, 1], pulled[3, 1] = 1.0, start.scale[3, 1].double()  # an empty block keeps its scale
+    wanted = torch.linalg.solve(system, pulled)
 
     def refitted(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         grid = Grid(scale=scale, zero=start.zero)

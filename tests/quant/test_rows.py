@@ -72,6 +72,7 @@ def naive(weight: torch.Tensor, hessian: torch.Tensor, metric: torch.Tensor, gro
 @pytest.mark.parametrize(("groups", "rows"), [(1, 8), (3, 5), (2, 1), (2, 20)])
 def test_rows_aim_at_the_conditional_mean_of_a_float64_reference(groups: int, rows: int) -> None:
     weight, hessian = gaussian(groups * rows, 96), moments_of(layer_inputs(500, 96))
+    weight[1] = -weight[1].abs()  # a row without a weight above 0 is no row of zeros
     gradient = alike(groups, rows)
     grid = search_grid(weight, hessian.diagonal())
     found = solve(weight, hessian, CONFIG, grid=grid, feedback=[feedback_of(gradient, groups)])
@@ -130,10 +131,8 @@ def test_blocks_of_zeros_stay_zeros_whatever_other_rows_lack() -> None:
     weight, hessian = gaussian(16, 192) * 5, moments_of(layer_inputs(600, 192))
     weight[3] = 0
     weight[5, 64:128] = 0
-    weight[7] = -weight[7].abs()
     solved = solve(weight, hessian, QuantConfig(), n_eff=600, feedback=[feedback_of(alike(2, 8), 2)])
     restored = dequantize(solved.codes, solved.grid)
-    assert float((restored[7] - weight[7]).norm() / weight[7].norm()) < 0.2
     assert bool((restored[3] == 0).all())
     assert bool((restored[5, 64:128] == 0).all())
 
