@@ -243,6 +243,22 @@ def test_a_planted_slope_is_recovered_as_slope_ratio_and_growth() -> None:
     assert len(FIELDS) == planted(3, 1, 0).by_turn[0].shape[1]
 
 
+def test_points_are_means_over_the_tokens_of_their_turn() -> None:
+    drift = Drift("by hand", 2)
+    columns = [COLUMN[name] for name in ("tokens", "nll_source", "nll", "kl", "flips")]
+    for tokens, numbers in ((10.0, 3.0), (30.0, 1.0)):
+        drift.begin()
+        drift.by_turn[-1][1, columns] = [tokens, 1.5 * tokens, 2.0 * tokens, 0.25 * tokens, 2.0]
+        drift.numeric_by_turn[-1][1, columns] = [numbers, 0.0, 0.0, 0.0, 1.0]
+        slices = {"all": None, "numeric": np.zeros(1, dtype=bool)}
+        drift.tally.add((len(drift.by_turn) - 1, 0), drift.by_turn[-1][1:], slices)
+    empty, found = summarize_drift(drift, 20, 0, 0.01).points
+    assert (empty.turn, empty.tokens, empty.nll, empty.numeric_flips) == (1, 0, None, None)
+    assert (found.turn, found.tokens, found.source_nll, found.nll, found.kl) == (2, 40, 1.5, 2.0, 0.25)
+    assert (found.flips, found.numeric_tokens, found.numeric_flips) == (0.1, 4, 0.5)
+    assert found.ratio.value == pytest.approx(math.exp(0.5))
+
+
 def test_sums_by_dialogue_give_the_same_growth_again_from_the_report_alone() -> None:
     found = summarize_drift(planted(200, 6, 0.001), 50, 0, 0.01)
     assert found.sums is not None and found.sums.fields == FIELDS

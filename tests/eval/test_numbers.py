@@ -36,6 +36,7 @@ RANGES = (("10", True), ("20", True), ("5", False), ("10", False), ("3", False),
         ("RMB12.5, USD100, CNY1,200, A7", [("12.5", False), ("100", False), ("1200", False)]),
         ("3万元, 2亿, 1.2万亿", [("30000", False), ("2e8", False), ("1.2e12", False)]),
         ("$1.2 million, 3 Billion, 5 millionaires", [("1200000", False), ("3e9", False), ("5", False)]),
+        ("4 thousand, 2.5 trillion", [("4000", False), ("2.5e12", False)]),
         ("10⁶, 12.5¹, 3½, 50m²", [(n, False) for n in ("10", "6", "12.5", "1", "3", "1", "2", "50")]),
         ("no numbers", []),
     ],
@@ -66,6 +67,13 @@ def test_numbers_are_found_with_sign_separators_and_percent(text: str, expected:
         ("1.2 million", "1.2 billion", "point shifted"),
         ("123456789012345678901234567890", "123456789012345678901234567891", "digit changed"),
         ("3", "9841", "other number"),
+        ("10", "1.0", "point shifted"),
+        ("0.125", "12.50", "point shifted"),
+        ("1200", "120", "digit dropped"),
+        ("4821", "46", "other number"),
+        ("46", "4821", "other number"),
+        ("123", "0", "other number"),
+        ("0", "123", "other number"),
     ],
 )
 def test_one_number_read_as_another_is_told_by_kind(wanted: str, got: str, kind: str) -> None:
@@ -120,6 +128,7 @@ def test_tokens_that_touch_a_critical_word_are_marked(tmp_path: Path) -> None:
     marks = words.mark(tokenizer, text, len(ids))
     marked = bytes(token for token, mark in zip(ids, marks, strict=True) if mark).decode("utf-8")
     assert marked == "not不"
+    assert words.mark(tokenizer, text, 4).tolist() == [True, False, False, False]  # the last byte of 不, and " go"
     assert words.mark(CharTokenizer(), text, 5) is None
 
 
