@@ -232,7 +232,7 @@ def test_inspect_as_json_has_every_record(work: Path, model: Path) -> None:
     journal = json.loads(_run("inspect", "--work-dir", str(work), "--json").stdout)
     assert [layer["layer"] for layer in journal["layers"]] == [0, 1]
     tensors = json.loads(_run("inspect", str(model), "--layer", "0", "--json").stdout)["tensors"]
-    assert all("layers.0." in tensor["name"] for tensor in tensors)
+    assert tensors and all("layers.0." in tensor["name"] for tensor in tensors)
 
 
 def test_inspect_of_a_layer_that_is_not_there_says_which_are(work: Path) -> None:

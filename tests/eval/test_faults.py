@@ -156,7 +156,8 @@ def test_a_clean_copy_shows_no_drift_and_nothing_to_act_on(source: Any, tokenize
     assert export.slice("all").kl.value == 0
     assert export.equivalence.verdict == "equivalent"
     assert (export.equivalence.low, export.equivalence.high) == (0, 0)
-    assert all(layer.routing_changed in (0, None) and layer.local_error == 0 for layer in export.layers)
+    assert [layer.routing_changed for layer in export.layers] == [None, 0, 0]
+    assert [layer.local_error for layer in export.layers] == [0, 0, 0]
     assert result.gates_passed
     assert result.noise_kl is not None and 0 <= abs(result.noise_kl) < 1e-6
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
 from glm5_quant.eval import evaluate
-from glm5_quant.eval.gates import parse_gates
+from glm5_quant.eval.gates import QUANTITIES, decide, parse_gates
+from glm5_quant.eval.statistics import Estimate
 from glm5_quant.model.errors import UserError
 
 
@@ -36,6 +40,29 @@ def test_what_was_not_measured_does_not_pass() -> None:
         (False, ""),
         (True, ""),
     ]
+
+
+def test_each_gate_reads_its_own_figure() -> None:
+    def part(name: str, kl: float, flips: float) -> SimpleNamespace:
+        ratio = Estimate(value=1.0 + kl / 2)
+        return SimpleNamespace(name=name, kl=Estimate(value=kl), flips=Estimate(value=flips), perplexity_ratio=ratio)
+
+    spoken = SimpleNamespace(relative_growth=Estimate(value=0.07), slices=[part("all", 9, 9), part("critical", 9, 0.6)])
+    export: Any = SimpleNamespace(
+        name="a", status="ok", dialogue=spoken, slices=[part("all", 0.5, 0.2), part("numeric", 0.3, 0.4)]
+    )
+    names = ("kl", "numeric_kl", "numeric", "critical", "flips", "perplexity", "growth")
+    values = (0.5, 0.3, 0.4, 0.6, 0.2, 0.25, 0.07)
+    assert set(names) == set(QUANTITIES)
+    limits = [f"{name}<={value}" for name, value in zip(names, values, strict=True)]
+    found = decide(parse_gates(",".join(limits)), [export])
+    assert [(gate.value, gate.passed) for gate in found] == [(value, True) for value in values]
+    assert not any(gate.passed for gate in decide(parse_gates(",".join(limits).replace("<=", "<")), [export]))
+    assert not any(gate.passed for gate in decide(parse_gates("kl<1"), [export], sound=False))
+    export.slices[0].kl, export.dialogue = Estimate(value=float("nan")), None
+    assert [gate.reason for gate in decide(parse_gates("kl<1,growth<1"), [export])] == ["not measured"] * 2
+    export.status = "invalid"
+    assert not any(gate.passed for gate in decide(parse_gates("flips<1"), [export]))
 
 
 @pytest.mark.parametrize(("gate", "option"), [("growth<8%", "long-dialogue"), ("kl<1,critical<1%", "critical-words")])

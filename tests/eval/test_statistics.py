@@ -34,7 +34,7 @@ def test_clusters_not_tokens_decide_the_width() -> None:
 
 def test_the_same_seed_gives_the_same_interval_and_draws_are_paired() -> None:
     sums = clusters(np.arange(30.0))
-    assert estimate(sums, mean, seed=3) == estimate(sums, mean, seed=3)
+    assert estimate(sums, mean, seed=3) == estimate(sums, mean, seed=3) != estimate(sums, mean, seed=4)
     assert np.array_equal(resample(sums, seed=3) * 2, resample(sums * 2, seed=3))
 
 

@@ -49,7 +49,9 @@ def test_each_token_but_the_first_is_scored_exactly_once(
 def test_the_prefix_stands_once_before_every_window_and_is_never_scored() -> None:
     prefix = Prefix(ids=(7, 8), text="[gMASK]<sop>", rule="glm")
     documents = list(Encoder(None, prefix)(as_documents([[7, 8, 7, 8, 10, 11, 12, 13, 14]])))
-    for window in cut(documents, plan_windows(5, None, prefix.ids, None)):
+    windows = list(cut(documents, plan_windows(5, None, prefix.ids, None)))
+    assert sum(len(window.ids) - window.first_scored for window in windows) == 5
+    for window in windows:
         assert window.ids[:2].tolist() == [7, 8]
         assert 7 not in window.ids[2:].tolist()
         assert window.first_scored >= 2
