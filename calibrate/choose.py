@@ -119,10 +119,9 @@ class _SourceExperts(nn.Module):
     def counts(self, seqlen: int) -> Tensor:
         """int32 [W, E]"""
         chosen_WN = torch.cat(self.chosen).view(-1, seqlen * self.chosen[0].shape[-1]).long()
-        inside_WN = chosen_WN < self.experts
-        ones_WN = inside_WN.int()
+        ones_WN = ((chosen_WN >= 0) & (chosen_WN < self.experts)).int()
         zeros_WE = torch.zeros(len(chosen_WN), self.experts, dtype=torch.int32)
-        return zeros_WE.scatter_add_(1, chosen_WN.clamp(max=self.experts - 1), ones_WN)
+        return zeros_WE.scatter_add_(1, chosen_WN.clamp(0, self.experts - 1), ones_WN)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])

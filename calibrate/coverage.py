@@ -32,9 +32,9 @@ def by_expert(chosen_TK: Tensor, scale_TK: Tensor, experts: int) -> Routed:
     """
     flat = chosen_TK.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat.clamp(0, experts), minlength=experts + 1)[:experts]
-    start = int((flat < 0).sum())
-    parts = torch.split(order[start : start + int(counts.sum())], counts.tolist())
+    # Counted from one below the first expert to one beyond the last, where everything outside falls.
+    start, *counts, _ = torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
+    parts = torch.split(order[start : start + sum(counts)], counts)
     top_k = chosen_TK.shape[1]
     return Routed(index=[part // top_k for part in parts], scale=[scale_TK.reshape(-1)[part] for part in parts])
 

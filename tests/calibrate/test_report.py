@@ -11,7 +11,7 @@ import torch
 from support_calibrate import small
 from support_models import rewrite, tiny, tiny_glm
 
-from glm5_quant.calibrate.coverage import Bin, histogram
+from glm5_quant.calibrate.coverage import Bin, by_expert, histogram, summarize
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.report import spans
@@ -66,6 +66,23 @@ def test_the_report_shows_held_out_errors_by_role_and_layer(tmp_path: Path) -> N
     text = (report.journal / "report.md").read_text()
     assert text == render(report)
     assert f"{report.roles[0].held_out:.4f}" in text
+
+
+def test_tokens_are_sorted_by_expert_and_ids_outside_are_no_expert() -> None:
+    chosen = torch.tensor([[2, 0], [-1, 0], [3, 2], [0, 7]])
+    scale = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6], [0.7, 0.8]])
+    found = by_expert(chosen, scale, 3)
+    assert [index.tolist() for index in found.index] == [[0, 1, 3], [], [0, 2]]
+    taken = [scale[[0, 1, 3], [1, 1, 0]], scale[:0, 0], scale[[0, 2], [0, 1]]]
+    assert all(map(torch.equal, found.scale, taken))
+    assert found.counts == [3, 0, 2]
+
+
+def test_coverage_sums_up_all_layers() -> None:
+    found = summarize([[0, 5], [7, 8]], 7)
+    assert (found.layers, found.experts, found.unseen, found.below_target) == (2, 4, 1, 2)
+    assert (found.least, found.mean, found.target) == (0, 5.0, 7)
+    assert summarize([], 7).line == "no routed experts"
 
 
 def test_the_histogram_doubles_from_the_target_and_holds_every_expert() -> None:
