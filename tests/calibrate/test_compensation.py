@@ -64,6 +64,37 @@ def test_the_gain_is_that_of_held_out_tokens() -> None:
     assert float(found.gain) == pytest.approx(0.5, abs=0.06)
 
 
+def test_what_was_lost_before_the_layer_is_not_its_own() -> None:
+    inputs, outputs, vector = streams(bias=0.5, noise=0.02)
+    for ends in (inputs, outputs):
+        ends["quantized"] -= 0.5 * vector
+    found = fit_compensation(inputs, outputs, held_windows=2)
+    assert found is not None
+    assert float((found.vector - vector).norm() / vector.norm()) < 0.05
+    assert float(found.gain) == 1.0  # of the vector, half as much again is missing
+
+
+def test_the_gain_weighs_tokens_by_the_inverse_square_of_their_size() -> None:
+    inputs, outputs, vector = streams(bias=0.5, noise=0.02)
+    source, quantized = outputs["source"], outputs["quantized"]
+    size = source.norm(dim=-1)
+    quantized[6:] += 0.6 * vector * (size[6:] > size.median())[..., None]
+    found = fit_compensation(inputs, outputs, held_windows=2)
+    assert found is not None
+    lost = ((source - quantized)[6:].double() @ found.vector.double()) / found.vector.double().square().sum()
+    weight = 1 / size[6:].double().square()
+    assert float(found.gain) == pytest.approx(float((weight * lost).sum() / weight.sum()), abs=1e-3)
+    assert float(found.gain) - float(lost.mean()) > 0.05
+
+
+def test_the_halves_of_a_lone_held_out_window_check_each_other() -> None:
+    for half in (slice(0, 8), slice(8, 16)):
+        inputs, outputs, vector = streams(bias=0.5, noise=0.02)
+        assert fit_compensation(inputs, outputs, held_windows=1) is not None
+        outputs["quantized"][7, half] += 1.5 * vector
+        assert fit_compensation(inputs, outputs, held_windows=1) is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -79,6 +79,10 @@ def test_kl_nll_flips_and_accuracy_equal_sums_made_by_hand(
     found = only(result)
     assert found.perplexity.value == pytest.approx(math.exp(nll), rel=1e-6)
     assert found.kl.value == pytest.approx(kl, rel=1e-5)
+    spread = sorted(float((log_p[a].exp() * (log_p[a] - log_q[a])).sum()) for a, _ in pairs)
+    percentiles = result.exports[0].kl_percentiles["all"]
+    assert percentiles["p50"] == pytest.approx(spread[len(spread) // 2], rel=0.03)
+    assert percentiles["max"] == pytest.approx(spread[-1], rel=1e-4)
     assert found.flips.value == pytest.approx(flips)
     assert found.lost.value == pytest.approx(lost)
     assert found.kl.low < found.kl.value < found.kl.high

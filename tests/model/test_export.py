@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from support_models import (
 )
 
 from glm5_quant.model import export
+from glm5_quant.model.scheme import untied_config
 from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import unpack_codes, unpack_zeros
 
@@ -169,6 +171,16 @@ def test_o12_a_quantized_tied_head_is_untied_and_leaves_the_embedding_alone(tmp_
     assert config_of(out)["tie_word_embeddings"] is False
     assert torch.equal(after["lm_head.weight"], head)
     assert torch.equal(after["model.embed_tokens.weight"], embedding)
+
+
+def test_a_head_of_its_own_is_told_at_any_depth_of_a_copy():
+    tied = {"tie_word_embeddings": True}
+    nested = {**tied, "text_config": {**tied, "a": {**tied}}}
+    before = copy.deepcopy(nested)
+    inner = {"tie_word_embeddings": False, "a": {"tie_word_embeddings": False}}
+    assert untied_config(nested) == {"tie_word_embeddings": False, "text_config": inner}
+    assert nested == before
+    assert untied_config({"a": {"b": 1}}) == {"a": {"b": 1}, "tie_word_embeddings": False}
 
 
 def test_o12_a_packed_head_takes_the_place_of_the_plain_one(q3, tmp_path):
