@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -44,6 +46,23 @@ def test_each_token_but_the_first_is_scored_exactly_once(
     for document in documents:
         first = 0 if prefixed else 1
         assert sorted(scored.get(document.index, [])) == document.ids[first:].tolist()
+
+
+def test_what_fills_a_batch_up_is_masked_and_each_window_keeps_its_critical_tokens() -> None:
+    prefix = Prefix(ids=(7,), text="", rule="bos")
+    short, long = encoded([2, 4], prefix)
+    long = replace(long, critical=np.array([True, False, True, True]))
+    for side, mask in (("right", [[1] * 5, [1, 1, 1, 0, 0]]), ("left", [[1] * 5, [0, 0, 1, 1, 1]])):
+        (batch,) = batches(cut([short, long], plan_windows(9, None, prefix.ids, None)), 2, side)
+        assert batch.mask is not None and batch.mask.tolist() == mask
+        assert (batch.ids * batch.mask).tolist() == batch.ids.tolist()
+        assert batch.ids[batch.mask.bool()].tolist() == [7, 100, 101, 102, 103, 7, 100, 101]
+    (alone,) = batches(cut([long], plan_windows(9, None, prefix.ids, None)), 2)
+    assert alone.mask is None
+    parts = list(cut([long], plan_windows(3, None, prefix.ids, None)))
+    assert [part.ids.tolist() for part in parts] == [[7, 100, 101], [7, 101, 102], [7, 102, 103]]
+    marks = [[False, True, False], [False, False, True], [False, True, True]]
+    assert [part.critical.tolist() for part in parts] == marks
 
 
 def test_the_prefix_stands_once_before_every_window_and_is_never_scored() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 
 from glm5_quant.model import atomic, shards
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.journal import shard_digest
 from glm5_quant.model.shards import Spec
 
 
@@ -143,3 +146,18 @@ def test_copies_keep_every_byte(tmp_path):
     digest = atomic.copy_file(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
     assert len(digest) == 64
+
+
+@pytest.mark.parametrize(("size", "seen"), [(32, range(32)), (33, (0, 7, 8, 15, 16, 23, 25, 32))])
+def test_a_shard_digest_sees_all_of_a_small_file_and_both_ends_of_a_large_one(
+    size: int, seen: Sequence[int], tmp_path: Path
+) -> None:
+    path, data = tmp_path / "shard", bytes(range(size))
+    path.write_bytes(data)
+    whole = shard_digest(path, 4, 8)
+    assert shard_digest(path, 4, 8) == whole
+    for at in seen:
+        path.write_bytes(data[:at] + b"\xff" + data[at + 1 :])
+        assert shard_digest(path, 4, 8) != whole, at
+    path.write_bytes(data + b"\0")
+    assert shard_digest(path, 4, 8) != whole
