@@ -249,7 +249,8 @@ def _shadows(report: CalibrationReport) -> str:
     if not bought.spent_bytes:
         return "none"
     whole = f"{len(bought.experts)} whole experts and " if bought.experts else ""
-    refused = f"; {len(bought.refused_layers)} layers refused" if bought.refused_layers else ""
+    count = len(bought.refused_layers)
+    refused = f"; {count} layer{'' if count == 1 else 's'} refused" if count else ""
     held = f"{bought.held_out_gain:.1%} held out" if bought.held_out_gain else "no held-out token could judge it"
     return (
         f"{whole}{bought.columns} columns, {human_bytes(bought.spent_bytes)} "
