@@ -12,7 +12,7 @@ from glm5_quant.eval.report_dialogue_tables import (
     misread_table,
     task_table,
 )
-from glm5_quant.eval.result import EvalResult, ExportResult, SliceResult
+from glm5_quant.eval.result import EvalResult, ExportResult, GateResult, SliceResult
 from glm5_quant.eval.statistics import Estimate
 from glm5_quant.eval.table import MISSING, Table, number, with_interval
 
@@ -125,10 +125,17 @@ def gate_table(result: EvalResult) -> Table | None:
     if not result.gates:
         return None
     rows = [
-        (gate.gate, gate.export, number(gate.value), "passed" if gate.passed else f"FAILED {gate.reason}".strip())
+        (gate.gate, gate.export, _gated(gate), "passed" if gate.passed else f"FAILED {gate.reason}".strip())
         for gate in result.gates
     ]
     return Table(title="Gates", header=("gate", "export", "value", ""), rows=tuple(rows))
+
+
+def _gated(gate: GateResult) -> str:
+    """The value of a gate in the unit of its limit: 0.12 beside a limit of 1% reads as less."""
+    if gate.value is None or not gate.gate.endswith("%"):
+        return number(gate.value)
+    return f"{number(100 * gate.value)}%"
 
 
 def all_tables(result: EvalResult) -> list[Table]:

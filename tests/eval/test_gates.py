@@ -9,6 +9,7 @@ from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
 from glm5_quant.eval import evaluate
 from glm5_quant.eval.gates import QUANTITIES, decide, parse_gates
+from glm5_quant.eval.report_tables import gate_table
 from glm5_quant.eval.statistics import Estimate
 from glm5_quant.model.errors import UserError
 
@@ -63,6 +64,15 @@ def test_each_gate_reads_its_own_figure() -> None:
     assert [gate.reason for gate in decide(parse_gates("kl<1,growth<1"), [export])] == ["not measured"] * 2
     export.status = "invalid"
     assert not any(gate.passed for gate in decide(parse_gates("flips<1"), [export]))
+
+
+def test_a_value_stands_in_the_unit_of_its_limit() -> None:
+    """0.97 beside a limit of 8% would read as passed."""
+    result = evaluate(random_bigram(0), [random_bigram(1)], [list(range(32))], gates="flips<8%,flips<0.08", draws=20)
+    table = gate_table(result)
+    value = result.gates[0].value
+    assert table is not None and value is not None and 0.08 < value < 8
+    assert [row[2] for row in table.rows] == [f"{100 * value:.4g}%", f"{value:.4g}"]
 
 
 @pytest.mark.parametrize(("gate", "option"), [("growth<8%", "long-dialogue"), ("kl<1,critical<1%", "critical-words")])
