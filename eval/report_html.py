@@ -8,7 +8,7 @@ from pathlib import Path
 from glm5_quant.eval.report_plots import charts
 from glm5_quant.eval.report_tables import agreement, all_tables, packed_linears
 from glm5_quant.eval.result import EvalResult, ExportResult
-from glm5_quant.eval.table import Table, number, with_interval
+from glm5_quant.eval.table import INTERVALS, Table, number, with_interval
 
 STYLE = """
 :root{--ink:#1b1f24;--soft:#57606a;--line:#d0d7de;--wash:#f6f8fa;--good:#1a7f37;--bad:#b3261e}
@@ -87,7 +87,7 @@ def _lead(result: EvalResult) -> str:
     settings = result.settings
     text = (
         f"{settings.scored_tokens} tokens scored ({settings.scored}), {settings.scored_numeric} of them numeric. "
-        "± is half of a 95% interval."
+        f"{INTERVALS.format(kind='interval')}."
     )
     return f'<p class="note">{escape(text)}</p>'
 

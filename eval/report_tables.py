@@ -14,7 +14,7 @@ from glm5_quant.eval.report_dialogue_tables import (
 )
 from glm5_quant.eval.result import EvalResult, ExportResult, GateResult, SliceResult
 from glm5_quant.eval.statistics import Estimate
-from glm5_quant.eval.table import MISSING, Table, number, with_interval
+from glm5_quant.eval.table import INTERVALS, MISSING, Table, number, with_interval
 
 Pick = Callable[[SliceResult], Estimate]
 
@@ -65,7 +65,7 @@ def text_table(result: EvalResult) -> Table:
     note = (
         f"{settings.scored_tokens} tokens scored ({settings.scored_numeric} numeric) in {read}, prefix "
         f"{settings.prefix or 'none'} ({settings.prefix_rule}); {settings.skipped_empty} of {settings.documents} texts "
-        f"skipped as empty; ± is half of a 95% bootstrap interval over {settings.cluster_unit}s "
+        f"skipped as empty; {INTERVALS.format(kind=f'bootstrap interval over {settings.cluster_unit}s')} "
         f"({settings.draws} draws, seed {settings.seed})."
     )
     if result.noise_kl is not None:

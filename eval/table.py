@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from glm5_quant.eval.statistics import Estimate
 
 MISSING = "-"
+INTERVALS = "± is the wider side of a 95% {kind}, [low, high] the interval itself where one side is twice the other"
+"""How `with_interval` writes intervals, for the reader."""
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Line breaks, control characters, and halves of characters (a file name that is not UTF-8)."""
 
@@ -40,12 +42,18 @@ def number(value: float | None, percent: bool = False) -> str:
 
 
 def with_interval(estimate: Estimate | None, percent: bool = False) -> str:
-    """`value ± half width of the 95% interval`, the width in as many digits as matter; no ± where it is 0."""
+    """`value ± wider side of the 95% interval`, the side in as many digits as matter; no ± where it is 0.
+
+    `value [low, high]` where one side is more than twice the other: 1297 ± 143687 would be no perplexity at all.
+    """
     if estimate is None or estimate.value is None:
         return MISSING
+    value = number(estimate.value, percent)
     half = estimate.half_width
-    if not half:
-        return number(estimate.value, percent)
+    if not half or estimate.low is None or estimate.high is None:
+        return value
+    if half > 2 * min(estimate.high - estimate.value, estimate.value - estimate.low):
+        return f"{value} [{number(estimate.low, percent)}, {number(estimate.high, percent)}]"
     half *= 100 if percent else 1
     width = f"{half:.0f}" if half >= 10 else f"{half:.2g}"
-    return f"{number(estimate.value, percent)} ± {width}{'%' if percent else ''}"
+    return f"{value} ± {width}{'%' if percent else ''}"

@@ -42,6 +42,8 @@ def test_values_carry_their_interval_and_missing_ones_are_a_dash() -> None:
     assert with_interval(Estimate(value=0.1234, low=0.12, high=0.13)) == "0.1234 ± 0.0066"
     assert with_interval(Estimate(value=0.5, low=0.49, high=0.51), percent=True) == "50.0% ± 1%"
     assert with_interval(Estimate(value=3.5, low=1.3, high=5.7), percent=True) == "350.0% ± 220%"
+    assert with_interval(Estimate(value=1297.0, low=11.5, high=144984.0)) == "1297 [11.5, 1.450e+05]"
+    assert with_interval(Estimate(value=0.01, low=0.002, high=0.05), percent=True) == "1.00% [0.20%, 5.00%]"
     assert with_interval(Estimate(value=2.0)) == "2"
     assert with_interval(Estimate(value=None)) == "-"
     assert (number(0.0), number(None), number(1e-7), number(0.00123, True)) == ("0", "-", "1.000e-07", "0.12%")
