@@ -28,7 +28,11 @@ def export(
     output_dir: Annotated[
         str | None,
         typer.Option(
-            callback=opt.filled, help="Folder to write.", show_default="WORK_DIR/export", rich_help_panel=opt.OUTPUT
+            metavar="FOLDER",
+            callback=opt.filled,
+            help="Folder to write.",
+            show_default="WORK_DIR/export",
+            rich_help_panel=opt.OUTPUT,
         ),
     ] = None,
     max_shard_size: Annotated[

@@ -26,11 +26,13 @@ def inspect(
     folder: Annotated[
         str | None,
         typer.Argument(
-            callback=opt.filled, help="Journal, export or model folder.", show_default="WORK_DIR/calibration"
+            callback=opt.named_model,
+            help="Journal, export or model folder, or glm5-tiny.",
+            show_default="WORK_DIR/calibration",
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(min=0, help="Show every matrix of one layer.", rich_help_panel=opt.OUTPUT)
+        int | None, typer.Option(min=0, metavar="N", help="Show every matrix of one layer.", rich_help_panel=opt.OUTPUT)
     ] = None,
     work_dir: opt.WorkDir = opt.WORK_DIR,
     json: opt.Json = False,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -19,12 +20,22 @@ def filled(value: Any) -> Any:
     return value
 
 
+def named_model(value: str | None) -> str | None:
+    """A model as named; `glm5-tiny`, the name that help and docs use, is the packaged one unless a folder has it."""
+    named = filled(value)
+    if named == "glm5-tiny" and not Path(named).exists():
+        from glm5_quant.cli.defaults import packaged_model
+
+        return packaged_model()
+    return cast("str | None", named)
+
+
 Model = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        callback=filled,
-        help="Source model: folder or hub id.",
+        callback=named_model,
+        help="Source model: folder, hub id or glm5-tiny.",
         show_default="glm5-tiny, packaged",
         rich_help_panel=INPUT,
     ),
@@ -34,8 +45,8 @@ SourceOfWork = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        callback=filled,
-        help="Source model: folder or hub id.",
+        callback=named_model,
+        help="Source model: folder, hub id or glm5-tiny.",
         show_default="as calibrated",
         rich_help_panel=INPUT,
     ),

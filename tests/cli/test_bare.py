@@ -53,6 +53,17 @@ def test_naming_the_packaged_model_still_finds_its_corpus(packaged: Path) -> Non
     assert _run("calibrate", "--model", str(packaged), "--dry-run").exit_code == 0
 
 
+def test_the_packaged_model_goes_by_its_name_unless_a_folder_has_it(packaged: Path) -> None:
+    """Help and docs call it glm5-tiny; the name was "folder not found"."""
+    assert _run("calibrate", "--model", "glm5-tiny", "--dry-run").exit_code == 0
+    done = _run("plan", "--model", "glm5-tiny")
+    assert "qwen3_moe" in done.stdout
+    assert done.stderr.splitlines()[-1] == "Next: glm5-quant calibrate"
+    assert "qwen3_moe" in _run("inspect", "glm5-tiny").stdout
+    Path("glm5-tiny").mkdir()
+    assert "empty/glm5-tiny/config.json: file not found" in _run("plan", "--model", "glm5-tiny").stderr
+
+
 def test_an_installation_without_the_packaged_model_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "folder", lambda: tmp_path)
     monkeypatch.chdir(tmp_path)
