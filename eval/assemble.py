@@ -66,6 +66,9 @@ def assemble(
             f"intervals rest on {min(few)} windows or dialogues only: too few to trust; use at least {FEW}"
         )
     session.notes += _one_script(base.tally)
+    read = [part.base for part in (text, talk) if part is not None and part.base is not None]
+    if config.critical_words and base.invalid is None and not any(one.tally.sums.get("critical") for one in read):
+        session.notes.append("no scored token touches a critical word, as far as the tokenizer tells")
     if text is not None and config.stress and base.invalid is None:
         session.notes += _stress(base.tally, config.num_windows)
     return EvalResult(
@@ -89,7 +92,8 @@ def _one_script(tally: Tally) -> list[str]:
     found = [name for name in tally.sums if name.startswith("language:")]
     if len(found) != 1 or tally.sums[found[0]].keys() != tally.sums.get("all", {}).keys():
         return []
-    return [f"all texts are in one script ({found[0].partition(':')[2]}): harm to another one would not show"]
+    script = found[0].partition(":")[2].replace("en", "Latin letters")
+    return [f"all texts are mostly in one script ({script}): harm to another one would not show"]
 
 
 def _stress(tally: Tally, limit: int | None) -> list[str]:

@@ -88,7 +88,9 @@ def slice_table(result: EvalResult) -> Table | None:
         cells = [with_interval(part.kl) if part else MISSING for part in parts]
         rows.append((name, str(base.tokens), with_interval(base.source_perplexity), *cells))
     header = ("", "tokens", "source perplexity", *(f"KL {found.name}" for found in result.exports))
-    return Table(title="By part of the text", header=header, rows=tuple(rows))
+    note = "Language: as the data name it, else by script, and any Latin script is en."
+    note = note if any(name.startswith("language:") for name in names) else ""
+    return Table(title="By part of the text", header=header, rows=tuple(rows), note=note)
 
 
 def verdict_table(result: EvalResult) -> Table | None:

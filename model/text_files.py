@@ -149,7 +149,10 @@ def _parse_lines(lines: Iterable[str], path: Path) -> Iterator[Row]:
                 yield number, json.loads(line)
             except json.JSONDecodeError as error:
                 raise UserError(
-                    "not JSON", file=path, item=f"line {number}", found=f"{error.msg} at column {error.colno}"
+                    "not JSON",
+                    file=path,
+                    item=f"line {number}",
+                    found=f"{error.msg.removesuffix(' at')} at column {error.colno}",
                 ) from error
             except RecursionError as error:
                 raise UserError("JSON nested too deeply", file=path, item=f"line {number}") from error

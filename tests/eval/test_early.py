@@ -13,6 +13,7 @@ from support_stubs import CharTokenizer, uniform
 import glm5_quant.eval.session as session
 from glm5_quant.eval import evaluate, to_table
 from glm5_quant.eval.config import EvalConfig
+from glm5_quant.eval.report_tables import slice_table
 from glm5_quant.model import files
 from glm5_quant.model.errors import UserError
 
@@ -176,3 +177,11 @@ def test_layers_that_a_quantized_cache_leaves_alone_are_counted(tmp_path: Path) 
     folder = byte_tokenizer(tiny("mixtral", tmp_path / "m", sliding_window=16))
     found = evaluate(folder, [], dialogues=TALK, long_dialogue=4, kv_cache="int4", draws=20, diagnose=0)
     assert "int4 cache: 2 of 2 layers stay in 16 bit (sliding windows)" in found.notes
+
+
+def test_a_language_guessed_by_its_script_is_said_to_be_that() -> None:
+    tokenizer = CharTokenizer()
+    model = uniform(len(tokenizer))
+    table = slice_table(evaluate(model, [model], ["der Zins ist hoch"], tokenizer=tokenizer, draws=20))
+    assert table is not None and "language:en" in [row[0] for row in table.rows]
+    assert "any Latin script is en" in table.note

@@ -153,7 +153,7 @@ def test_in_the_plain_form_a_calculation_of_several_lines_is_read_to_its_result(
 
 def test_one_script_short_text_and_few_clusters_are_said_in_notes(tokenizer: Any) -> None:
     result = evaluate(uniform(), [uniform()], ["only English here"], tokenizer=tokenizer, draws=20)
-    assert any("one script (en)" in note for note in result.notes)
+    assert any("one script (Latin letters)" in note for note in result.notes)
     assert any("short text only" in note for note in result.notes)
     assert any("intervals rest on 1 windows" in note for note in result.notes)
 
@@ -164,3 +164,12 @@ def test_without_the_harness_its_extra_is_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match="lm-eval"):
         harness_model(tmp_path)
+
+
+def test_a_list_of_critical_words_that_no_token_touches_is_told(tmp_path: Path, tokenizer: Any) -> None:
+    for word, told in (("hello", False), ("h\u00f6chstens", True)):
+        (tmp_path / "words").write_text(word, encoding="utf-8")
+        words = str(tmp_path / "words")
+        found = evaluate(uniform(), [], ["hello world"], tokenizer=tokenizer, critical_words=words, draws=20)
+        assert any("critical word" in note for note in found.notes) == told
+        assert ("critical" in [part.name for part in found.source_slices]) != told

@@ -315,6 +315,7 @@ BAD_FILES = {
     "only empty rows": ("a.jsonl", b'{"text": ""}\n{"text": " "}\n', "found 2 rows, all of them empty"),
     "empty messages": ("a.jsonl", b'{"messages": []}\n', "no usable rows"),
     "broken JSON": ("a.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: not JSON"),
+    "unclosed JSON": ("a.jsonl", b'{"text": "a\n', "Invalid control character at column 12"),
     "broken JSON list": ("a.json", b'[{"text": "a"},\n{]', "line 2: not JSON"),
     "another encoding": ("a.txt", "Käse".encode("latin-1"), "not UTF-8 text; found byte 0xe4"),
     "a binary file": ("a.txt", b"ab\0cd", "holds zero bytes"),
