@@ -21,7 +21,16 @@ from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.build import check_parameters
 from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError, human_bytes
-from glm5_quant.model.families import Family, Linear, check_sizes, expert_count, family_of, linears, model_config
+from glm5_quant.model.families import (
+    Family,
+    Linear,
+    check_sizes,
+    expert_count,
+    family_of,
+    linears,
+    model_config,
+    refuse_quantized,
+)
 from glm5_quant.model.files import expanded
 from glm5_quant.model.rotated import as_rotated
 from glm5_quant.model.staging import check_apart
@@ -120,6 +129,7 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     check_apart(work_dir, checkpoint.folder)
     checkpoint.side_files()  # a link out of the folder is an error now, not at export
     check_sizes(checkpoint)
+    refuse_quantized(checkpoint)  # before what is missing: packed weights have other names
     checkpoint = as_rotated(checkpoint, settings.quant.rotation)
     family = family_of(checkpoint.config, file=checkpoint.config_file)
     config = model_config(checkpoint.config, file=checkpoint.config_file)

@@ -263,7 +263,7 @@ def linears(checkpoint: Checkpoint, family: Family) -> list[Linear]:
     UserError when weights are missing or of another shape, when no expert is found, or when the source is INT4 already.
     """
     _refuse_unreadable(checkpoint)
-    _refuse_quantized(checkpoint)
+    refuse_quantized(checkpoint)
     check_left_over(checkpoint.tensors)
     finder = _Finder(checkpoint, family)
     result: list[Linear] = []
@@ -319,7 +319,8 @@ def _refuse_unreadable(checkpoint: Checkpoint) -> None:
             raise UserError("values of this dtype cannot be read", file=info.file, item=info.name, found=info.dtype)
 
 
-def _refuse_quantized(checkpoint: Checkpoint) -> None:
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise UserError where the weights are packed INT4 already: GPTQ's, AWQ's, compressed-tensors' or our own."""
     method = quantization_config(checkpoint.config).get("quant_method")
     if method is None or any(info.dtype in WEIGHT_DTYPES for info in checkpoint.tensors.values()):
         return

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from support_calibrate import sample_text, small
-from support_models import edit_config, rewrite, tiny, tiny_q3
+from support_models import edit_config, read_tensors, rewrite, tiny, tiny_q3, write_tensors
 
 from glm5_quant.calibrate.plan import make_plan
 from glm5_quant.calibrate.run import StoppedSafely
@@ -273,3 +273,15 @@ def test_inputs_that_overflow_are_an_error_and_no_endless_search() -> None:
     for call in (lambda: ridge(torch.ones(2, 4), broken, 0.2), lambda: order_columns(broken[None], 0.01)):
         with pytest.raises(ValueError, match="NaN or infinite"):
             call()
+
+
+def test_a_model_that_is_quantized_already_is_called_that(tmp_path: Path) -> None:
+    """It was "12 tensors are not in the checkpoint", which sends one to look for a broken download."""
+    model = tiny_q3(tmp_path / "m")
+    name = "model.layers.0.self_attn.q_proj"
+    tensors = read_tensors(model)
+    tensors[f"{name}.weight_packed"] = tensors.pop(f"{name}.weight")
+    write_tensors(model, tensors)
+    edit_config(model, quantization_config={"quant_method": "compressed-tensors"})
+    with pytest.raises(UserError, match=r"quantized already; found compressed-tensors.*Start from the original model"):
+        make_plan(open_checkpoint(model), Settings(), tmp_path / "w")
