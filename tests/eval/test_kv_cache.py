@@ -55,6 +55,16 @@ def test_int4_keeps_each_value_within_half_a_step_whatever_the_head_size(width: 
     assert torch.equal(unpack(pack_int4(codes), torch.float32), codes)
 
 
+def test_tokens_far_from_zero_keep_their_range() -> None:
+    below = torch.tensor([[[[-448.0, -16.0, 2.0, 1.0]]]])
+    assert torch.equal(unpack(pack_fp8(below), torch.float32), below)
+    # The shorter last group of 96 channels has the range of its own 32 values, not that of a padding of zeros.
+    ramp = 10 + torch.arange(96.0) / 95
+    assert (unpack(pack_int4(ramp.view(1, 1, 1, 96)), torch.float32) - ramp).abs().max() <= 0.5 / 15 + 0.01
+    beyond_half = torch.tensor([[[[1e5, 2e5] * 32]]])
+    assert torch.allclose(unpack(pack_int4(beyond_half), torch.float32), beyond_half, rtol=0.02)
+
+
 def test_recent_tokens_stay_as_they_are_and_older_ones_are_quantized() -> None:
     keys = states(40)
     cache = new_cache(CONFIG, CacheSpec(kind="fp8", recent=10))
@@ -162,15 +172,22 @@ def test_the_oldest_tokens_move_to_the_host_and_come_back_in_order() -> None:
     assert (side.host.tokens, side.device.tokens) == (64 + 1 - 8 - 16, 16)
     assert torch.equal(found[:, :, :56], unpack(pack_fp8(keys[:, :, :56]), torch.float32))
     use = cache_use(cache)
-    assert use.host_bytes > 0 and use.bytes_16bit == 2 * 2 * 2 * 64 * (65 + 64)
+    # Two sides of two heads, 64 codes and a float32 scale; a layer of 65 tokens and one of 64.
+    assert use.host_bytes == 2 * 2 * (64 + 4) * (65 + 64 - 2 * (8 + 16))
+    assert use.bytes_16bit == 2 * 2 * 2 * 64 * (65 + 64)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("fp8", 0.54), ("int4", 0.29)])
-def test_bytes_are_those_of_the_codes_and_scales(kind: str, most: float) -> None:
-    cache = new_cache(CONFIG, CacheSpec(kind=kind))
-    feed(cache, states(50, 64), 10)
+@pytest.mark.parametrize(("kind", "token"), [("fp8", 64 + 4), ("int4", 32 + 2 + 2)])
+def test_bytes_are_those_of_the_codes_and_scales_and_errors_relative_to_what_was_kept(kind: str, token: int) -> None:
+    keys, cache = states(50, 64), new_cache(CONFIG, CacheSpec(kind=kind))
+    found = feed(cache, keys, 10)
     use = cache_use(cache)
-    assert use.device_bytes < most * use.bytes_16bit
+    assert (use.device_bytes, use.host_bytes) == (2 * 2 * 2 * 50 * token, 0)
+    wanted = [
+        float((side.double() - true).norm() / true.norm()) for side, true in zip(found, (keys, 2 * keys), strict=True)
+    ]
+    assert use.key_error == pytest.approx([wanted[0]] * 2, rel=1e-4) and wanted[0] > 0.01
+    assert use.value_error == pytest.approx([wanted[1]] * 2, rel=1e-4)
 
 
 def test_error_feedback_makes_errors_of_neighbours_cancel() -> None:
