@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from support_calibrate import small
 from support_models import tiny, tiny_glm
 
+from glm5_quant.calibrate import choose
 from glm5_quant.calibrate.choose import pick
+from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.journal import open_journal
 
 
@@ -25,6 +29,24 @@ def test_the_choice_takes_what_starved_experts_need_first() -> None:
 def test_tokens_beyond_the_goal_are_worth_nothing() -> None:
     counts = torch.tensor([[[500, 0], [4, 4], [0, 3]]], dtype=torch.int32)
     assert pick(counts, 1, 4.0) == [1]
+
+
+@pytest.mark.parametrize(("target", "chosen"), [(0, [1, 3]), (12, [0, 1])])
+def test_the_goal_is_twice_an_even_share_or_the_coverage_target(
+    target: int, chosen: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 windows of 8 choices to 4 experts: an even share is 4. Goals of 4 and 12 would choose [0, 1], 8 [1, 3]."""
+    counts = torch.tensor([[[6, 1, 1, 0], [5, 2, 1, 0], [6, 2, 0, 0], [3, 5, 0, 0]]], dtype=torch.int32)
+    monkeypatch.setattr(choose, "count_routes", lambda *_: counts)
+    plan: Any = SimpleNamespace(experts=4)
+    settings = Settings(num_samples=2, coverage_target=target)
+    record = choose._choose(None, plan, None, settings, torch.zeros(4, 8), None)
+    after = counts[:, chosen].sum(1).tolist()
+    assert (record.candidates, record.chosen, record.before, record.after) == (4, chosen, [[11, 3, 2, 0]], after)
+
+
+def test_windows_that_no_expert_sees_are_chosen_once_each() -> None:
+    assert pick(torch.zeros(1, 3, 2, dtype=torch.int32), 2, 4.0) == [0, 1]
 
 
 def diverse(folder: Path) -> Path:

@@ -16,8 +16,9 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.markdown import render
 from glm5_quant.calibrate.report import spans
 from glm5_quant.calibrate.solve import LayerResult, solve_group
+from glm5_quant.calibrate.starved import starved_experts
 from glm5_quant.model.families import Linear
-from glm5_quant.model.journal import open_journal
+from glm5_quant.model.journal import LayerRecord, ModuleRecord, open_journal
 from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.grid import Grid, dequantize, minmax_grid, quantize
 from glm5_quant.quant.packing import unpack_codes, unpack_zeros
@@ -157,6 +158,36 @@ def test_experts_of_few_tokens_lean_on_their_layer_and_are_reported(tmp_path: Pa
     assert lean in report.notes
     said = "gate and up and down leaned on all tokens of the layer as on 0.25 an input, moments shrunk to"
     assert any(one.done.startswith(said) for one in report.starved)
+
+
+def made_up(expert: int, *roles: tuple[str, int, float], tokens: int) -> dict[str, ModuleRecord]:
+    """Records of one expert's matrices: role, inputs, effective tokens."""
+    plain: dict[str, Any] = {"n": 8, "error": 0.1, "error_rtn": 0.2, "tokens": tokens}
+    return {
+        f"mlp.experts.{expert}.{role}_proj": ModuleRecord(role=role, k=k, effective_tokens=n, **plain)
+        for role, k, n in roles
+    }
+
+
+def test_starved_experts_are_those_below_the_target_with_what_their_own_matrices_were_solved_on() -> None:
+    """Down has 64 inputs and gate 128: below 256 and 512 tokens they lean on the layer."""
+    modules = made_up(0, ("down", 64, 90.0), ("gate", 128, 72.0), tokens=40)
+    modules |= made_up(1, ("down", 64, 300.0), ("gate", 128, 384.0), tokens=300)
+    modules |= made_up(2, ("down", 64, 500.0), ("gate", 128, 512.0), tokens=512)
+    modules |= made_up(3, ("down", 64, 900.0), ("gate", 128, 900.0), tokens=600)
+    # Expert 4 is not quantized, expert 3 just meets the target.
+    record = LayerRecord(layer=7, file_sha256="", modules=modules, coverage=[40, 300, 512, 600, 0])
+    quant = {"error_feedback": True, "shrink": True, "shrink_trust": 1.0, "pool_kappa": 0.25}
+    found = starved_experts(record, 600, {"quant": quant})
+    leaned, shrunk = "leaned on all tokens of the layer as on 0.25 an input", "moments shrunk to their diagonal by"
+    assert [(one.layer, one.expert, one.tokens, one.effective_tokens, one.kind, one.done) for one in found] == [
+        (7, 0, 40, 72.0, "pooled", f"down and gate {leaned}, {shrunk} 64% or more"),  # 128 / (128 + 72)
+        (7, 1, 300, 300.0, "pooled", f"gate {leaned}, {shrunk} 25% or more"),
+        (7, 2, 512, 500.0, "shrunk", f"{shrunk} 20% or more"),
+    ]
+    for change, kind in (({"error_feedback": False}, "grid"), ({"shrink": False}, "nothing"), ({}, "all-experts")):
+        settings = {"quant": quant | change, "all_experts": not change}
+        assert [one.kind for one in starved_experts(record, 600, settings)] == [kind] * 3
 
 
 def test_leaning_on_a_pool_is_the_weighted_mean_of_both() -> None:
