@@ -16,13 +16,16 @@ from support_journal import dequantized_twin
 from support_models import read_tensors, rewrite, tiny, tiny_q3
 from torch import Tensor
 
+from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.finish import finish
-from glm5_quant.calibrate.shadows import candidate_count, fp16_bytes, shadowed
+from glm5_quant.calibrate.seen import Seen
+from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution, candidate_count, fp16_bytes, shadowed
 from glm5_quant.model import export, load
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
-from glm5_quant.model.families import family_of, linears
+from glm5_quant.model.families import Linear, family_of, linears
 from glm5_quant.model.journal import FinishRecord, Journal, open_journal
+from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.rotation import rotate
 
 BUDGET = 0.05
@@ -168,6 +171,89 @@ def compensate_nothing(folder: Path) -> None:
     for path in (folder / "eampq").glob("*.safetensors"):
         tensors = load_file(path)
         save_file({n: t * 0 if n.endswith("gain") else t for n, t in tensors.items()}, path, {"format": "pt"})
+
+
+def linear_of(name: str, n: int, k: int) -> Linear:
+    return Linear(name, 0, name.rpartition(".")[2], 3, False, n, k, f"{name}.weight", (None, 0, n), name, "mlp.experts")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_layer_offers_is_what_its_tokens_say(turned: bool) -> None:
+    """Reference: float64, token by token. Residuals are fitted on the first 200 tokens, judged on the other 100."""
+    torch.manual_seed(1 + turned)
+    k, n, held_from = 64, 6, 200
+    x = torch.randn(300, k) @ (torch.eye(k) + torch.randn(k, k) / 6)
+    source, lack, weight_T = x + 0.2 * torch.randn(300, k), torch.randn(300, n), torch.rand(300) + 0.5
+    seen = Seen(rotated=True, scale_K=torch.rand(k) + 0.5) if turned else Seen()
+    names = ["net.down"] if turned else ["net.gate", "net.up"]
+    evidence = Evidence.empty(k, tokens=300, held_from=held_from, gap=True, device="cpu", writes=n if turned else 0)
+    evidence.add(x, source, 0, weight_T, lack)
+    (part,) = evidence.parts
+    held_lack, held, total = part.lacks()[1], part.held, part.total()
+    weights = [torch.randn(n, k) for _ in names]
+    target = seen.weight(torch.cat(weights))
+    restored = (target * 1.5).round() / 1.5
+    hessian = seen.moments(total.hessian_KK)
+    finder = ShadowFinder(config=QuantConfig(shadow_budget=0.015), names=frozenset({*names, "net.down"}))
+    solution = Solution(
+        weights_NK=weights,
+        target_NK=target,
+        restored_NK=restored,
+        hessian_KK=hessian,
+        total=total,
+        held=held,
+        held_lack_NK=held_lack,
+        seen=seen,
+    )
+    facts = [Facts(size=2.0 + i, wrong=0.0, held_size=5.0) for i in range(len(names))]
+    finder.add([linear_of(name, n, k) for name in names], 0, solution, facts)
+
+    z, w = seen.inputs(x).double(), weight_T.double()
+
+    def moments(rows: slice) -> tuple[Tensor, float]:
+        of, n_eff = w[rows], float(w[rows].sum() ** 2 / w[rows].square().sum())
+        shrunk = (z[rows].T * of) @ z[rows] / of.sum() * n_eff / (k + n_eff)
+        shrunk.diagonal().mul_((k + n_eff) / n_eff)
+        return shrunk, 0.01 * float(hessian.diagonal().mean())
+
+    for i, name in enumerate(names):
+        rows = slice(i * n, (i + 1) * n)
+        channels = finder.offers.tensors[f"{name}.channels"].long()
+        assert len(set(channels.tolist())) == 4  # 4 x 1.5% of 64, rounded up
+        error = (target - restored)[rows].double()
+        everything, extra = moments(slice(0, 300))
+        everything.diagonal().add_(extra)
+        assert finder.facts[name].wrong == pytest.approx(float(((error @ everything) * error).sum()), rel=1e-4)
+        fitted, extra = moments(slice(0, held_from))
+        fitted.diagonal().add_(extra)
+        missing = source.double() @ weights[i].double().T - x.double() @ seen.plain(restored)[rows].double().T
+        missing = (missing + lack.double() if turned else missing)[held_from:]
+        for count in range(1, 5):
+            some = channels[:count]
+            fit = (error @ fitted[:, some]) @ torch.linalg.inv(fitted[some][:, some])
+            left = missing - z[held_from:, some] @ fit.T
+            change = float(w[held_from:] @ (left.square().sum(1) - missing.square().sum(1)) / w[held_from:].sum())
+            assert float(finder.offers.tensors[f"{name}.unseen"][count - 1]) == pytest.approx(change, rel=1e-3)
+
+
+def test_a_networks_share_of_the_stream_is_the_mean_over_all_tokens() -> None:
+    """Reference: c^2 |y|^2 / |h|^2 in float64, 0 for tokens that the network does not see."""
+    torch.manual_seed(3)
+    y, scale, hidden = torch.randn(3, 5), torch.tensor([0.5, 1.0, 2.0]), torch.randn(2, 4, 5)
+    finder = ShadowFinder(config=QuantConfig(), names=frozenset({"net.gate", "net.down"}))
+    facts = Facts(size=2.0, wrong=3.0, held_size=5.0)
+    finder.facts |= {"net.gate": facts, "net.down": facts, "unseen.down": facts}
+    finder.watch(linear_of("net.down", 5, 64), torch.tensor([0, 3, 6]), y, scale)
+    finder.watch(linear_of("net.down", 5, 64), 1, 7 * y[:2], None)
+    finder.watch(linear_of("other.down", 5, 64), 0, 1e6 * y, None)
+    sizes = hidden.double().square().sum(-1).flatten()
+    shares = (y.double() * scale[:, None]).square().sum(1) / sizes[[0, 3, 6]]
+    share = float(shares.sum() + ((7 * y[:2].double()).square().sum(1) / sizes[1:3]).sum()) / 8
+    peak = float(torch.cat([7 * y[:2], y]).abs().max())
+    offers = finder.finish(hidden).tensors
+    for name in ("net.gate", "net.down"):
+        assert offers[f"{name}.facts"].tolist() == pytest.approx([2.0, 3.0, 5.0, share, peak], rel=1e-5)
+    assert offers["unseen.down.facts"].tolist() == [2.0, 3.0, 5.0, 0.0, 0.0]
 
 
 def test_the_estimated_gain_is_confirmed_by_tokens_kept_out_of_the_fit(q3: tuple[Path, Path]) -> None:
