@@ -4,15 +4,18 @@ import gzip
 import json
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support_models import byte_tokenizer
 from support_paths import shared
 from support_stubs import CharTokenizer
 
+from glm5_quant.eval.config import EvalConfig
 from glm5_quant.eval.critical import DEFAULT_WORDS, CriticalWords, read_critical_words
 from glm5_quant.eval.numbers import compare_numbers, find_numbers, misread, same_numbers
-from glm5_quant.eval.tasks import final_number, read_task, read_tasks
+from glm5_quant.eval.tasks import Problem, _result, final_number, read_task, read_tasks
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.texts import load_tokenizer
 
@@ -151,6 +154,8 @@ def test_a_task_that_cannot_be_read_names_file_row_and_columns(tmp_path: Path) -
     file = tmp_path / "task.jsonl"
     for text, problem in (
         ('{"a": 1}\n', "not a numeric problem"),
+        ('{"question": "q", "answer": "It is 5."}\n', "not a numeric problem"),
+        ('{"input": "q", "golden": "7"}\n{"input": "q", "golden": "none"}\n', "row 2: the answer is no number"),
         ('{"input": "q", "golden": "none"}\n', "no number"),
         ("[]", "empty"),
         ("{", "cannot read"),
@@ -193,3 +198,19 @@ def test_the_answer_of_a_text_is_the_marked_number_or_the_last() -> None:
     assert final_number("3 + 4 = 7\n#### 7 apples of 12").value == 7
     assert final_number("so 3 and 4 make 7.").value == 7
     assert final_number("none") is None
+
+
+def test_shares_of_right_answers_and_misreads_of_a_task_worked_by_hand() -> None:
+    def numbers(*texts: str | None) -> list[Any]:
+        return [None if text is None else find_numbers(text)[0] for text in texts]
+
+    problems = [Problem(question="q", answer=answer) for answer in numbers("5", "7", "12", "30", "1,000")]
+    session: Any = SimpleNamespace(config=EvalConfig(draws=50))
+    found = _result(
+        session, "t", problems, numbers("5", None, "-12", "8", "100"), numbers("5.0", "7", "12", None, "1,001")
+    )
+    assert (found.name, found.problems) == ("t", 5)
+    assert (found.source_exact.value, found.exact.value) == (1 / 5, 3 / 5)
+    assert found.difference.value == pytest.approx(2 / 5)
+    assert found.source_misreads == {"equal": 1, "missing": 1, "sign changed": 1, "other number": 1, "digit dropped": 1}
+    assert found.misreads == {"equal": 3, "missing": 1, "digit changed": 1}
