@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support_models import byte_tokenizer
 from support_stubs import Bigram, CharTokenizer, random_bigram, uniform
 
 from glm5_quant.eval import evaluate, to_html, to_table
+from glm5_quant.eval.critical import CriticalWords
 from glm5_quant.eval.dialogue import Dialogue, Renderer, Turn, as_dialogue, fit, segments, turns_of
 from glm5_quant.eval.drift import Drift, Reader, lay_out, measure_drift
 from glm5_quant.eval.growth import band, marks, summarize_drift
@@ -18,6 +22,7 @@ from glm5_quant.eval.runner import PlainCache, Runner
 from glm5_quant.eval.score import Marker
 from glm5_quant.eval.tally import COLUMN, FIELDS
 from glm5_quant.model.errors import UserError
+from glm5_quant.model.texts import load_tokenizer
 
 
 class ChatTokenizer(CharTokenizer):
@@ -204,13 +209,24 @@ def test_drift_by_turn_equals_sums_made_by_hand_in_every_chunk_size(chunk: int) 
             assert drift.numeric_by_turn[index][turn][COLUMN["tokens"]] == digits
 
 
-def test_only_answers_are_scored_and_critical_words_are_marked() -> None:
+def test_only_answers_are_scored_and_critical_words_are_marked(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer()
     segment = segments(Renderer(tokenizer, find_prefix(tokenizer)), talk(2), None)[0]
     track = lay_out(segment)
     text = "".join(tokenizer.texts[token] for token in track.ids[track.scored])
     assert text == "ok 0ok 1"
     assert not track.critical.any()
+    byte_tokenizer(tmp_path)
+    fast = load_tokenizer(tmp_path)
+    dialogue = Dialogue(turns=(Turn(user="not ok?", answer="ok, not now"), Turn(user="no?", answer="余额不足")))
+    segment = segments(Renderer(fast, find_prefix(fast)), dialogue, None)[0]
+    track = lay_out(segment, fast, CriticalWords(["not", "no", "不"]))
+    assert bytes(track.ids[track.critical].tolist()).decode() == "not不"
+    assert track.turn[track.critical].tolist() == [0] * 3 + [1] * 3
+    # What an earlier segment scored is neither scored nor marked again.
+    again = lay_out(replace(segment, first_scored_turn=1), fast, CriticalWords(["not", "no", "不"]))
+    assert bytes(again.ids[again.critical].tolist()).decode() == "不"
+    assert set(again.turn[again.scored].tolist()) == {1}
 
 
 def planted(turns: int, dialogues: int, step: float) -> Drift:

@@ -10,6 +10,7 @@ from support_stubs import CharTokenizer
 
 from glm5_quant.eval.documents import Document, Encoder, as_documents, language_of
 from glm5_quant.eval.prefix import Prefix, find_prefix
+from glm5_quant.eval.score import Marker
 from glm5_quant.eval.windows import batches, cut, plan_windows
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.texts import Text
@@ -116,6 +117,45 @@ def test_windows_without_room_and_windows_past_the_models_positions_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         plan_windows(window, stride, (1,), positions)
+
+
+def test_slices_of_a_window_are_those_of_its_scored_tokens() -> None:
+    """Ids 100 to 107 in windows of 5 that share 2; 101 and 104 are numeric, and so is the last id of the table, 105."""
+    numeric = np.zeros(106, dtype=np.bool_)
+    numeric[[0, 101, 104, 105]] = True
+    (document,) = encoded([8], Prefix())
+    document = replace(
+        document,
+        critical=np.array([0, 1, 1, 0, 0, 0, 1, 0], dtype=np.bool_),
+        document=Document(text=[], file="a.txt", language="en", kind="long"),
+    )
+    marker, found = Marker(numeric, (0, 2, 4)), []
+    for window in cut([document], plan_windows(5, 3, (), None)):
+        slices = marker.slices(window, window.ids[window.first_scored :])
+        assert [name for name, mask in slices.items() if mask is None] == [
+            "all", "file:a.txt", "language:en", "stress:long"
+        ]  # fmt: skip
+        found.append({name: mask.astype(int).tolist() for name, mask in slices.items() if mask is not None})
+    assert found == [
+        {
+            "numeric": [1, 0, 0, 1],
+            "critical": [1, 1, 0, 0],
+            "position:0-1": [1, 0, 0, 0],
+            "numeric position:0-1": [1, 0, 0, 0],
+            "position:2-3": [0, 1, 1, 0],
+            "numeric position:2-3": [0, 0, 0, 0],
+            "position:4+": [0, 0, 0, 1],
+            "numeric position:4+": [0, 0, 0, 1],
+        },
+        {
+            "numeric": [1, 0, 0],  # 105, and two ids past the table
+            "critical": [0, 1, 0],
+            "position:2-3": [1, 1, 0],
+            "numeric position:2-3": [1, 0, 0],
+            "position:4+": [0, 0, 1],
+            "numeric position:4+": [0, 0, 0],
+        },
+    ]
 
 
 def test_windows_after_the_first_keep_the_stated_context() -> None:
