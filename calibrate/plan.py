@@ -15,7 +15,7 @@ from pathlib import Path
 from glm5_quant.calibrate.context import activation
 from glm5_quant.calibrate.evidence import HESSIAN_BLOCK, LARGEST_HESSIAN
 from glm5_quant.calibrate.memory import cut, run_dtype, usable_memory
-from glm5_quant.calibrate.precision import part_of
+from glm5_quant.calibrate.precision import part_of, table_bytes
 from glm5_quant.calibrate.settings import Settings, work_folder
 from glm5_quant.calibrate.shadows import candidate_bytes, shadowed
 from glm5_quant.model.build import check_parameters
@@ -160,7 +160,8 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
     packed = (weights + eight_weights) // 2 + blocks * (
         checkpoint.dtype.itemsize + (0 if settings.quant.symmetric else 1)
     )
-    kept = sum(i.nbytes for i in checkpoint.tensors.values()) - _source_bytes(checkpoint, items)
+    tables, replaced = table_bytes(checkpoint, family, settings)
+    kept = sum(i.nbytes for i in checkpoint.tensors.values()) - _source_bytes(checkpoint, items) - replaced
     return Plan(
         family=family,
         layers=int(config.num_hidden_layers),
@@ -168,8 +169,8 @@ def make_plan(checkpoint: Checkpoint, settings: Settings, work_dir: Path | str) 
         eight=frozenset(eight),
         source_bytes=sum(i.nbytes for i in checkpoint.tensors.values()),
         quantized_weights=weights,
-        export_bytes=packed + kept,
-        journal_bytes=packed + candidate_bytes(offering, settings.quant.shadow_budget),
+        export_bytes=packed + tables + kept,
+        journal_bytes=packed + tables + candidate_bytes(offering, settings.quant.shadow_budget),
         stream_bytes=max(pieces.stream_bytes, candidates),
         peak_memory_bytes=pieces.peak_bytes,
         memory_cap_bytes=cap,

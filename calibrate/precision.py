@@ -24,6 +24,7 @@ from glm5_quant.quant.numeric import numeric_token_ids
 from glm5_quant.quant.packing import pack_bytes
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
+_PATH = {HEAD: HEAD, EMBEDDING: f"model.{EMBEDDING}"}
 ROWS = 8192
 
 
@@ -36,6 +37,31 @@ def part_of(item: Linear, family: Family) -> str:
     return "shared_experts" if item.shared else "dense_mlp"
 
 
+def _stored(checkpoint: Checkpoint, family: Family) -> tuple[str | None, str]:
+    """Names on disk of the head, None where it is tied to the embedding, and of the embedding."""
+    head, table = (disk_name(checkpoint, family, f"{path}.weight") for path in _PATH.values())
+    if table is None:
+        raise UserError("no embedding in this checkpoint", file=checkpoint.folder, item=f"{_PATH[EMBEDDING]}.weight")
+    return head, table
+
+
+def table_bytes(checkpoint: Checkpoint, family: Family, settings: Settings) -> tuple[int, int]:
+    """Bytes that `write_tables` writes, but for numeric rows, and those of the source that they replace."""
+    if not {HEAD, EMBEDDING} & set(settings.int8):
+        return 0, 0
+    head, table = _stored(checkpoint, family)
+    written = replaced = 0
+    for name, source in ((HEAD, head), (EMBEDDING, table)):
+        info = checkpoint.info(source or table)
+        if name in settings.int8:
+            rows, k = info.shape
+            written += rows * (k + -(-k // settings.quant.group_size) * checkpoint.dtype.itemsize)
+            replaced += info.nbytes if source else 0
+        elif source is None:
+            written += info.nbytes
+    return written, replaced
+
+
 def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, settings: Settings) -> str | None:
     """Write head and embedding to `layers/model.safetensors` in 8 bits, those of them that `settings` names.
 
@@ -46,14 +72,11 @@ def write_tables(journal: Journal, checkpoint: Checkpoint, family: Family, setti
     wanted = [name for name in (HEAD, EMBEDDING) if name in settings.int8]
     if not wanted:
         return None
-    path = {HEAD: HEAD, EMBEDDING: f"model.{EMBEDDING}"}
-    stored = {name: disk_name(checkpoint, family, f"{path[name]}.weight") for name in path}
-    tied, table = stored[HEAD] is None, stored[EMBEDDING]
-    if table is None:
-        raise UserError("no embedding in this checkpoint", file=checkpoint.folder, item=f"{path[EMBEDDING]}.weight")
+    head, table = _stored(checkpoint, family)
+    tied = head is None
     tensors: dict[str, Tensor] = {}
     for name in wanted:
-        source = stored[name] or table
+        source = head or table if name == HEAD else table
         module = HEAD if name == HEAD and tied else source.removesuffix(".weight")
         tensors |= _eight(checkpoint, source, module, settings.quant.group_size)
     if tied and HEAD not in wanted:

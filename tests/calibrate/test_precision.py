@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support_calibrate import small
-from support_models import read_tensors, tiny, tiny_glm
+from support_models import byte_tokenizer, read_tensors, tiny, tiny_glm
 
+from glm5_quant.calibrate.plan import make_plan
+from glm5_quant.calibrate.precision import write_tables
 from glm5_quant.calibrate.presets import make_settings
 from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.exported import open_exported
 from glm5_quant.model.exporting import export
+from glm5_quant.model.families import family_of
 from glm5_quant.model.journal import open_journal
 from glm5_quant.model.loading import load
 from glm5_quant.model.modules import EightLinear
@@ -216,3 +223,19 @@ def test_a_preset_file_names_parts(tmp_path: Path) -> None:
     settings = make_settings(str(path))
     assert (settings.keep, settings.int8) == (("attention",), ("lm_head",))
     assert settings.deciding()["int8"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("int8", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
+def test_the_plan_counts_head_and_embedding_in_8_bits(tied: bool, int8: tuple[str, ...], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(byte_tokenizer(tiny("llama", tmp_path / "m", tie_word_embeddings=tied)))
+    family, settings = family_of(checkpoint.config), Settings(num_samples=8, seqlen=64)
+    journal: Any = SimpleNamespace(tables_file=tmp_path / "model.safetensors")
+    write_tables(journal, checkpoint, family, replace(settings, int8=int8))
+    parts = load_file(journal.tables_file).items()
+    written = sum(part.nbytes for name, part in parts if not name.startswith("eampq/") and not name.endswith("_shape"))
+    replaced = [name for name in int8 if not (tied and name == "lm_head")]
+    gone = sum(checkpoint.info(f"{name.replace('embed', 'model.embed')}.weight").nbytes for name in replaced)
+    without, plan = (make_plan(checkpoint, s, tmp_path / "w") for s in (settings, replace(settings, int8=int8)))
+    assert plan.journal_bytes - without.journal_bytes == written > 0
+    assert plan.export_bytes - without.export_bytes == written - gone
