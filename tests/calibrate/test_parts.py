@@ -111,7 +111,7 @@ def test_held_out_tokens_are_kept_from_the_fit_and_join_the_total() -> None:
     evidence.add(x[:8], source[:8], 0)
     evidence.add(x[8:], source[8:], torch.tensor([8, 9]))
     (part,) = evidence.parts
-    assert (part.fit.tokens, part.held.tokens) == (6, 4)
+    assert (part.fit.tokens, part.held.tokens, evidence.tokens) == (6, 4, 10)
     assert torch.allclose(part.held.hessian_KK, x[6:].T @ x[6:] / 4, atol=1e-6)
     total = part.total()
     assert torch.allclose(total.hessian_KK, x.T @ x / 10, atol=1e-6)
@@ -141,6 +141,52 @@ def test_what_the_stream_lacks_is_summed_over_the_followed_tokens_of_each_side(
     apart = (source - x[3:]) @ source_weight.T
     exact_floor = (apart[held - 3].square().sum(1) * weight[held]).sum() / weight[held].sum()
     assert part.floor_of(0) == pytest.approx(float(exact_floor), rel=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_floor_is_the_mean_of_what_the_source_weight_makes_of_the_gap(
+    weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """6 held-out tokens, two or four at a time, of which the source stream follows the last 5."""
+    monkeypatch.setattr("glm5_quant.calibrate.evidence.FLOOR_TOKENS", 2)
+    x, source, weight_T = torch.randn(10, 4), torch.randn(5, 4), torch.rand(10) + 0.1
+    weights = [torch.randn(3, 4), torch.randn(2, 4)]
+    evidence = Evidence.empty(4, tokens=10, held_from=4, gap=True, device="cpu").of(weights)
+    (part,) = evidence.parts
+    assert part.floor_of(0) == 0.0
+    evidence.add(x, source, 0, weight_T if weighted else None)
+    w = weight_T[5:].double() if weighted else torch.ones(5, dtype=torch.float64)
+    for number, weight_NK in enumerate(weights):
+        moved_TN = ((source - x[5:]).double() @ weight_NK.double().T).square()
+        assert part.floor_of(number) == pytest.approx(float((w @ moved_TN).sum() / w.sum()), rel=1e-5)
+        row = float((w @ moved_TN)[1] / w.sum())
+        assert part.floor_of(number, slice(1, 2)) == pytest.approx(row, rel=1e-5)
+
+
+def test_scales_of_inputs_are_of_an_experts_own_tokens_and_of_its_layers_only_where_it_has_none() -> None:
+    pool, own, none = (
+        Evidence.empty(4, tokens=9, held_from=9, gap=False, device="cpu", sampled=True) for _ in range(3)
+    )
+    x = torch.randn(9, 4)
+    pool.add(x, None, 0)
+    own.add(3 * x[:2], None, 0)
+    for evidence, sample in ((own, 3 * x[:2]), (none, x)):
+        evidence.lean_on(pool, 2.0)
+        assert evidence.sample is not None
+        assert torch.equal(torch.cat(evidence.sample.parts), sample)
+
+
+def test_inputs_that_are_not_finite_are_named_with_their_matrix() -> None:
+    for bad in (float("nan"), float("inf")):
+        for place in (0, 5):
+            evidence = Evidence.empty(4, tokens=6, held_from=4, gap=True, device="cpu")
+            x, source = torch.randn(6, 4), torch.randn(6, 4)
+            evidence.add(x, source, 0)
+            evidence.require_finite("m", torch.float32)
+            source[place, 2] = bad
+            evidence.add(x, source, 0)
+            with pytest.raises(UserError, match="m: inputs hold NaN or infinite values"):
+                evidence.require_finite("m", torch.float32)
 
 
 def test_nothing_is_lacking_where_a_group_does_not_write_or_its_inputs_are_cut(

@@ -27,6 +27,7 @@ from glm5_quant.model.journal import open_journal
 from glm5_quant.model.loading import load
 from glm5_quant.model.modules import EightLinear
 from glm5_quant.model.verifying import verify
+from glm5_quant.quant.config import QuantConfig
 from glm5_quant.quant.eight import round_eight
 from glm5_quant.quant.grid import dequantize
 from glm5_quant.quant.packing import pack_bytes, unpack_bytes
@@ -239,3 +240,19 @@ def test_the_plan_counts_head_and_embedding_in_8_bits(tied: bool, int8: tuple[st
     without, plan = (make_plan(checkpoint, s, tmp_path / "w") for s in (settings, replace(settings, int8=int8)))
     assert plan.journal_bytes - without.journal_bytes == written > 0
     assert plan.export_bytes - without.export_bytes == written - gone
+
+
+def test_sizes_of_a_plan_are_codes_scales_and_what_stays(tmp_path: Path) -> None:
+    model = open_checkpoint(tiny("llama", tmp_path / "m", intermediate_size=96))
+    settings = Settings(num_samples=8, seqlen=64, quant=QuantConfig(symmetric=True, shadow_budget=0.0))
+    plan = make_plan(model, settings, tmp_path / "w")
+    items = [item for layer in plan.by_layer.values() for item in layer]
+    weights = sum(item.n * item.k for item in items)
+    # 96 inputs are a block of 64 and one of 32, with a scale of 2 bytes each.
+    blocks = sum(item.n * {64: 1, 96: 2, 128: 2}[item.k] for item in items)
+    assert plan.journal_bytes == weights // 2 + 2 * blocks
+    source = sum(tensor.nbytes for tensor in read_tensors(tmp_path / "m").values())
+    assert (plan.source_bytes, plan.export_bytes) == (source, source - 2 * weights + plan.journal_bytes)
+    attention = sum(item.n * item.k for item in items if ".self_attn." in item.name)
+    eight = make_plan(model, replace(settings, int8=("attention",)), tmp_path / "w")
+    assert eight.journal_bytes - plan.journal_bytes == eight.export_bytes - plan.export_bytes == attention // 2

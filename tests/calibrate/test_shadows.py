@@ -19,7 +19,15 @@ from torch import Tensor
 from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.finish import finish
 from glm5_quant.calibrate.seen import Seen
-from glm5_quant.calibrate.shadows import Facts, ShadowFinder, Solution, candidate_count, fp16_bytes, shadowed
+from glm5_quant.calibrate.shadows import (
+    Facts,
+    ShadowFinder,
+    Solution,
+    candidate_bytes,
+    candidate_count,
+    fp16_bytes,
+    shadowed,
+)
 from glm5_quant.model import export, load
 from glm5_quant.model.checkpoint import open_checkpoint
 from glm5_quant.model.errors import UserError
@@ -86,6 +94,11 @@ def test_candidates_are_a_few_times_the_even_share_and_cost_no_final_byte(q3: tu
     assert candidate_count(128, 1.0) == 128
     assert candidate_count(128, 0.0) == 0
     assert not any("channels" in name for name in load_file(journal.layer_file(0)))
+    checkpoint = open_checkpoint(q3[0])
+    items = [item for item in linears(checkpoint, family_of(checkpoint.config)) if f"{item.name}.facts" in offers]
+    # An expert without held-out tokens stores no change on them, 8 bytes a column.
+    unjudged = sum(len(offers[f"{m.name}.channels"]) for m in items if not len(offers[f"{m.name}.unseen"]))
+    assert candidate_bytes(items, BUDGET) == sum(tensor.nbytes for tensor in offers.values()) + 8 * unjudged
 
 
 def test_int8_buys_nearly_twice_the_columns(q3: tuple[Path, Path], tmp_path: Path) -> None:
