@@ -92,7 +92,8 @@ def _one_script(tally: Tally) -> list[str]:
     found = [name for name in tally.sums if name.startswith("language:")]
     if len(found) != 1 or tally.sums[found[0]].keys() != tally.sums.get("all", {}).keys():
         return []
-    script = found[0].partition(":")[2].replace("en", "Latin letters")
+    language = found[0].partition(":")[2]
+    script = "Latin letters" if language == "en" else language
     return [f"all texts are mostly in one script ({script}): harm to another one would not show"]
 
 

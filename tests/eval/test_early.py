@@ -13,6 +13,7 @@ from support_stubs import CharTokenizer, uniform
 import glm5_quant.eval.session as session
 from glm5_quant.eval import evaluate, to_table
 from glm5_quant.eval.config import EvalConfig
+from glm5_quant.eval.documents import Document
 from glm5_quant.eval.report_tables import slice_table
 from glm5_quant.model import files
 from glm5_quant.model.errors import UserError
@@ -140,6 +141,14 @@ def test_one_script_is_said_only_where_every_text_is_in_it() -> None:
     for other, said in (("more text", True), ("1 2 3 привет мир", False)):
         found = evaluate(model, [], ["hello world", other], tokenizer=tokenizer, draws=20)
         assert any("one script" in note for note in found.notes) == said
+
+
+def test_a_language_that_the_data_name_is_told_as_they_name_it() -> None:
+    tokenizer = CharTokenizer()
+    model = uniform(len(tokenizer))
+    texts = [Document(text=text, language="bengali") for text in ("hello world", "more text")]
+    found = evaluate(model, [], texts, tokenizer=tokenizer, draws=20)
+    assert any("one script (bengali)" in note for note in found.notes)
 
 
 def test_a_choice_made_for_the_user_and_a_wish_that_could_not_be_met_are_said(q3: Path) -> None:
