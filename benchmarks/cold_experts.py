@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from glm5_quant.calibrate.ffn import few, spread
+from glm5_quant.calibrate.ffn import spread
 from glm5_quant.eval.model_parts import decoder_layers, experts_of
 from glm5_quant.model import load
 from glm5_quant.quant.config import PRESETS, QuantConfig
@@ -33,6 +33,7 @@ from glm5_quant.quant.grid import dequantize, minmax_grid, quantize
 from glm5_quant.quant.rounding import solve
 from glm5_quant.quant.shrinkage import Noise
 from glm5_quant.quant.statistics import Moments
+from glm5_quant.quant.target import few
 
 PLAIN = "round-to-nearest"
 METHODS: dict[str, QuantConfig | None] = {

@@ -21,7 +21,7 @@ from glm5_quant.model.checkpoint import Checkpoint
 from glm5_quant.model.errors import UserError
 from glm5_quant.model.families import Linear
 from glm5_quant.model.layers import LayerRunner
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
+from glm5_quant.quant.target import few
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ class Context:
         With `hold`, tokens are held out where only one stream is followed, for the ablation: they join in the end.
         `pooled`: moments that others lean on have neither.
         """
-        gap = self.two_streams and tokens >= MIN_TOKENS_PER_CHANNEL * k and not pooled
+        gap = self.two_streams and not few(tokens, k) and not pooled
         hold = hold and not self.two_streams and not pooled
         return Evidence.empty(
             k,

@@ -15,7 +15,7 @@ from glm5_quant.calibrate.evidence import Evidence
 from glm5_quant.calibrate.stream import make_writable, token_parts
 from glm5_quant.calibrate.taps import linear
 from glm5_quant.model.families import Linear
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
+from glm5_quant.quant.target import few
 
 # Tokens for each input of a down-projection that a pool runs through an expert. Twice as many take 1% off its error.
 POOL_TOKENS_PER_CHANNEL = 4
@@ -216,11 +216,6 @@ def solve_network(
         streams.write(streams.out, index, out, scale)
         if watch is not None and len(out):
             watch(network.down, index, out, scale)
-
-
-def few(tokens: int, k: int) -> bool:
-    """Whether so many tokens are too few to tell the moments of k inputs by themselves."""
-    return tokens < MIN_TOKENS_PER_CHANNEL * k
 
 
 def spread(x_TD: Tensor, k: int) -> Tensor:

@@ -22,7 +22,7 @@ from glm5_quant.calibrate.compensation import fit_compensation
 from glm5_quant.calibrate.context import Context
 from glm5_quant.calibrate.coverage import Routed, by_expert
 from glm5_quant.calibrate.evidence import overflown
-from glm5_quant.calibrate.ffn import Network, Pool, Streams, Tokens, few, solve_network
+from glm5_quant.calibrate.ffn import Network, Pool, Streams, Tokens, solve_network
 from glm5_quant.calibrate.memory import trim_freed_memory
 from glm5_quant.calibrate.router import refit_layer
 from glm5_quant.calibrate.shadows import ShadowFinder
@@ -32,6 +32,7 @@ from glm5_quant.calibrate.stream import release_pages, token_parts, windows
 from glm5_quant.calibrate.taps import Keep, Replay, slice_norms, swapped
 from glm5_quant.model.families import Linear, read_linear
 from glm5_quant.model.journal import SIDECAR_PREFIX, CompensationRecord, RouterRecord
+from glm5_quant.quant.target import few
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,7 @@ from glm5_quant.calibrate.settings import Settings
 from glm5_quant.model.causal import KEYS_AT_ONCE, QUERIES
 from glm5_quant.model.families import Family, Linear
 from glm5_quant.quant.rounding import SLICE_WEIGHTS
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL
+from glm5_quant.quant.target import few
 
 # glibc's numbers for the two settings of its allocator.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -144,7 +144,7 @@ def _solving(items: list[Linear], held_tokens: int, *, probed: bool = False) -> 
     for members in groups.values():
         k = members[0].k if members[0].k <= LARGEST_HESSIAN else HESSIAN_BLOCK
         weights = sum(one.n for one in members) * k
-        held = held_tokens >= MIN_TOKENS_PER_CHANNEL * members[0].k
+        held = not few(held_tokens, members[0].k)
         squares = _SQUARES + (_HELD_SQUARES if held else _POOL_SQUARES if members[0].expert is not None else 0)
         copies = _COPIES + (_COUNTED_COPIES if probed and members[0].role != "o_proj" else 0)
         working = copies * weights + _SLICES * min(weights, SLICE_WEIGHTS) + squares * k * k

@@ -29,7 +29,7 @@ from glm5_quant.quant.rounding import Solved, solve
 from glm5_quant.quant.rows import RowFeedback
 from glm5_quant.quant.shrinkage import Noise
 from glm5_quant.quant.statistics import Moments
-from glm5_quant.quant.target import MIN_TOKENS_PER_CHANNEL, choose_alpha, ridge, target_direction
+from glm5_quant.quant.target import choose_alpha, few, ridge, target_direction
 
 ROWS = 1024
 Weigh = Callable[[Tensor], Tensor]
@@ -265,8 +265,8 @@ def _target(
 
     The lacks are those of `Part.lacks`; `weigh` makes of rows what their errors are counted in.
     """
-    enough = fit.n_eff >= MIN_TOKENS_PER_CHANNEL * weight_NK.shape[1]
-    if not config.alphas or not enough or fit.gap_KK is None or held.gap_KK is None or not held.tokens:
+    thin = few(fit.n_eff, weight_NK.shape[1])
+    if not config.alphas or thin or fit.gap_KK is None or held.gap_KK is None or not held.tokens:
         return Target(weight_NK=weight_NK)
     direction = target_direction(weight_NK, fit.hessian_KK, fit.gap_KK, config.target_delta, fit_lack_NK)
     counted = (weigh(weight_NK), weigh(direction))

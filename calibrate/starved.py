@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from glm5_quant.calibrate.ffn import few
 from glm5_quant.model.journal import LayerRecord, ModuleRecord
 from glm5_quant.quant.shrinkage import shrinkage
+from glm5_quant.quant.target import few
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,11 @@ from glm5_quant.quant.factor import require_finite
 MIN_TOKENS_PER_CHANNEL = 4
 
 
+def few(tokens: float, k: int) -> bool:
+    """Whether so many tokens are too few to tell the moments of k inputs by themselves."""
+    return tokens < MIN_TOKENS_PER_CHANNEL * k
+
+
 def target_direction(
     weight_NK: Tensor, hessian_KK: Tensor, gap_KK: Tensor, delta: float = 0.1, lack_NK: Tensor | None = None
 ) -> Tensor:
@@ -81,7 +86,7 @@ def choose_alpha(
     The error is quadratic in alpha, so three traces decide among all candidates. 0 when alphas is empty or when there
     are fewer than 4 effective tokens per channel behind the direction.
     """
-    if not alphas or n_eff < MIN_TOKENS_PER_CHANNEL * weight_NK.shape[-1]:
+    if not alphas or few(n_eff, weight_NK.shape[-1]):
         return 0.0
     weight = weight_NK.float()
     linear = float((direction_NK * (weight @ held_gap_KK)).sum(dtype=torch.float64))
